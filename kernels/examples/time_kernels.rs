@@ -1,15 +1,15 @@
-//! Times every kernel at the shapes of the steps of an MLP, and prints a JSON line for each: what calibrates the
+//! Times every kernel at the shapes of the steps of an MLP, and prints a JSON line for each, for the calibration of the
 //! simulated device. Needs a GPU and a driver of CUDA 12.8 or newer (for `cuEventElapsedTime_v2`).
 //!
 //! ```text
 //! cargo run --release -p kernels --example time_kernels > kernels.jsonl
 //! ```
 //!
-//! `median_ns` and `min_ns`: device time of one launch in a train (of 50, or 5 if it is long) that was queued while
-//! the stream was held up by another kernel, so the host's launches do not limit it. `single_median_ns`: the same for
-//! one launch between two events. All launches of a train work on the same buffers, so small ones are in the L2 cache,
-//! as they mostly are in training. `cold_median_ns`: the same as `median_ns`, but each launch of the train has buffers of
-//! its own, which the kernel that held up the stream has pushed out of the cache.
+//! `median_ns` and `min_ns`: device time of one launch in a sequence of 50 launches (5 if it is long), which is queued
+//! while another kernel occupies the stream, so the host's launch rate does not limit it. `single_median_ns`: the same
+//! for one launch between two events. All launches of a sequence use the same buffers, so small buffers are in the L2
+//! cache, as they usually are in training. `cold_median_ns`: like `median_ns`, but each launch of the sequence has its
+//! own buffers, which the kernel that occupied the stream has evicted from the cache.
 
 use std::collections::HashSet;
 use std::error::Error;
@@ -26,20 +26,20 @@ const INPUT: u32 = 784;
 const CLASSES: u32 = 10;
 const BATCHES: [u32; 2] = [32, 64];
 const HIDDEN: [u32; 4] = [128, 256, 784, 2048];
-/// Larger than the L2 cache: these show the memory's bandwidth.
+/// Larger than the L2 cache: these measure the memory's bandwidth.
 const STREAMED: u64 = 1 << 26;
 
-/// Launches in a train, and trains.
+/// Launches in a sequence, and number of sequences.
 const LAUNCHES: usize = 50;
 const REPEATS: usize = 10;
-/// A kernel that takes longer than this needs no long train.
+/// A kernel that takes longer than this has a shorter sequence.
 const LONG_NS: f64 = 100_000.0;
 const LAUNCHES_OF_LONG: usize = 5;
-/// The host takes some 3 µs a launch; the fills that hold up the stream take about 0.25 ms each.
+/// The host takes about 3 µs for a launch; the fills that occupy the stream take about 0.25 ms each.
 const PLUG_FILLS: usize = 2;
 const PLUG_ELEMENTS: u64 = 1 << 28;
-/// Launches of a cold train, and how far apart their buffers lie: as many as there is room for. A launch whose largest
-/// buffer is beyond all of these is larger than the cache, so cold by itself.
+/// Launches of a cold sequence, and the distance between their buffers in bytes, within the memory available. A launch
+/// with a buffer larger than the largest distance exceeds the cache, so it is cold in any sequence.
 const COLD: [(usize, u64); 2] = [(50, 2 << 20), (8, 32 << 20)];
 
 /// Zeroed device memory: zeros are valid labels and indices.
@@ -52,8 +52,8 @@ struct Memory {
 }
 
 impl Memory {
-    /// The operation, further along in each buffer.
-    fn moved(&self, bytes: u64) -> Self {
+    /// The same memory at higher addresses.
+    fn at_offset(&self, bytes: u64) -> Self {
         let &Self { first, second, third, fourth, plug } = self;
         Self { first: first + bytes, second: second + bytes, third: third + bytes, fourth: fourth + bytes, plug }
     }
@@ -68,8 +68,8 @@ struct Timer {
 }
 
 impl Timer {
-    /// Nanoseconds a launch, of these launches between two events.
-    fn train(&self, operations: &[&dyn Operation]) -> Result<f64, Box<dyn Error>> {
+    /// Nanoseconds per launch of these launches, between two events.
+    fn sequence(&self, operations: &[&dyn Operation]) -> Result<f64, Box<dyn Error>> {
         // SAFETY: the context is current and the buffers are larger than any shape here.
         unsafe {
             for _ in 0..PLUG_FILLS {
@@ -85,10 +85,10 @@ impl Timer {
         }
     }
 
-    /// Sorted times of some trains, the first of which only warms up.
-    fn trains(&self, operations: &[&dyn Operation]) -> Result<Vec<f64>, Box<dyn Error>> {
-        self.train(operations)?;
-        let mut times = (0..REPEATS).map(|_| self.train(operations)).collect::<Result<Vec<_>, _>>()?;
+    /// Sorted times of several sequences; the first is a warm-up and is not included.
+    fn sequences(&self, operations: &[&dyn Operation]) -> Result<Vec<f64>, Box<dyn Error>> {
+        self.sequence(operations)?;
+        let mut times = (0..REPEATS).map(|_| self.sequence(operations)).collect::<Result<Vec<_>, _>>()?;
         times.sort_by(f64::total_cmp);
         Ok(times)
     }
@@ -114,7 +114,7 @@ fn products(memory: &Memory, shapes: &mut Vec<(Value, Box<dyn Operation>)>, batc
 
 const ELEMENTS: [Element; 3] = [Element::F32, Element::Bf16, Element::F16];
 
-/// f32 lies dense, halves with their pitch, as in training.
+/// f32 is dense and 16-bit types have a pitch, as in training.
 fn pitch(element: Element, cols: u32) -> u32 {
     if element == Element::F32 { cols } else { element.pitch(cols) }
 }
@@ -133,7 +133,7 @@ fn matrices(memory: &Memory, shapes: &mut Vec<(Value, Box<dyn Operation>)>, rows
 fn steps(memory: &Memory, shapes: &mut Vec<(Value, Box<dyn Operation>)>, len: u64) {
     let &Memory { first, second, third, .. } = memory;
     for element in ELEMENTS {
-        // Halves have masters, as in training.
+        // 16-bit weights have master weights, as in training.
         let master = (element != Element::F32).then_some(third);
         let sgd = Sgd { element, len, learning_rate: 0.01, gradient: first, weights: second, master };
         shapes.push((json!({"len": len}), Box::new(sgd)));
@@ -162,8 +162,8 @@ fn batches(memory: &Memory, shapes: &mut Vec<(Value, Box<dyn Operation>)>, rows:
     let (scale, shift, cursor) = (1.0, 0.0, None);
     let (source, indices, out) = (first, second, third);
     let (logits, labels, losses, dlogits) = (first, second, third, fourth);
-    let picked = json!({"rows": rows, "cols": cols});
-    let judged = json!({"rows": rows, "classes": classes});
+    let gather_shape = json!({"rows": rows, "cols": cols});
+    let loss_shape = json!({"rows": rows, "classes": classes});
     for element in ELEMENTS {
         let pitch = pitch(element, cols);
         let bytes = GatherRows {
@@ -181,14 +181,14 @@ fn batches(memory: &Memory, shapes: &mut Vec<(Value, Box<dyn Operation>)>, rows:
             shift,
             out,
         };
-        shapes.push((picked.clone(), Box::new(bytes)));
+        shapes.push((gather_shape.clone(), Box::new(bytes)));
         let floats = GatherRows { source_element: SourceElement::F32, ..bytes };
-        shapes.push((picked.clone(), Box::new(floats)));
+        shapes.push((gather_shape.clone(), Box::new(floats)));
         let dlogits_pitch = self::pitch(element, classes);
         let loss =
             SoftmaxCrossEntropy { rows, classes, logits, labels, losses, element, dlogits, dlogits_pitch, scale };
-        shapes.push((judged.clone(), Box::new(loss)));
-        let whole = SoftmaxLoss {
+        shapes.push((loss_shape.clone(), Box::new(loss)));
+        let fused_loss = SoftmaxLoss {
             element,
             rows,
             classes,
@@ -201,23 +201,23 @@ fn batches(memory: &Memory, shapes: &mut Vec<(Value, Box<dyn Operation>)>, rows:
             correct: None,
             cursor,
             advance: false,
-            // Behind the gradient, which is smaller, and nothing else writes there: tickets have to be zero.
+            // After the gradient, which is smaller; nothing else writes there, because tickets must be zero.
             workspace: fourth + (1 << 20),
             tickets: fourth + (3 << 19),
         };
-        shapes.push((judged.clone(), Box::new(whole)));
+        shapes.push((loss_shape.clone(), Box::new(fused_loss)));
     }
-    let pick = GatherLabels { rows, batch, source, source_rows, indices, cursor, out };
-    shapes.push((json!({"rows": rows}), Box::new(pick)));
-    shapes.push((judged.clone(), Box::new(CrossEntropyLoss { rows, classes, logits, labels, losses })));
-    shapes.push((judged, Box::new(CountCorrect { rows, classes, logits, labels, out })));
+    let gather_labels = GatherLabels { rows, batch, source, source_rows, indices, cursor, out };
+    shapes.push((json!({"rows": rows}), Box::new(gather_labels)));
+    shapes.push((loss_shape.clone(), Box::new(CrossEntropyLoss { rows, classes, logits, labels, losses })));
+    shapes.push((loss_shape, Box::new(CountCorrect { rows, classes, logits, labels, out })));
     shapes.push((json!({"rows": rows}), Box::new(MeanLoss { rows, losses: first, out: second, cursor })));
 }
 
-/// Every launch to time, with its shape in words.
+/// Every launch to time, with its shape.
 fn launches(memory: &Memory) -> Vec<(Value, Box<dyn Operation>)> {
     let mut shapes = Vec::new();
-    // As good as empty: what a launch costs in itself.
+    // Almost empty, to measure the overhead of a launch.
     shapes.push((json!({"len": 1}), Box::new(Fill { len: 1, value: 0.0, out: memory.first }) as Box<dyn Operation>));
     shapes.push((json!({}), Box::new(AdvanceCursor { cursor: memory.fourth })));
     for batch in BATCHES {
@@ -232,14 +232,14 @@ fn launches(memory: &Memory) -> Vec<(Value, Box<dyn Operation>)> {
         matrices(memory, &mut shapes, batch, CLASSES);
         batches(memory, &mut shapes, batch);
     }
-    // Evaluation takes larger batches.
+    // Evaluation uses larger batches.
     for rows in [1000, 10_000] {
         batches(memory, &mut shapes, rows);
         products(memory, &mut shapes, rows, 784);
     }
     vectors(memory, &mut shapes, STREAMED);
-    let mut seen = HashSet::new();
-    shapes.retain(|(shape, operation)| seen.insert(format!("{} {shape}", operation.name())));
+    let mut names = HashSet::new();
+    shapes.retain(|(shape, operation)| names.insert(format!("{} {shape}", operation.name())));
     shapes
 }
 
@@ -251,7 +251,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     result::init()?;
     let device = result::device::get(0)?;
     let device_name = result::device::get_name(device)?;
-    // SAFETY: the device exists. The process ends with the context; nothing is given back before.
+    // SAFETY: the device exists. The context lives until the process exits; nothing is released before.
     unsafe { result::ctx::set_current(result::primary_ctx::retain(device)?)? };
     let zeroed = |bytes: u64| -> Result<u64, Box<dyn Error>> {
         // SAFETY: the memory was just allocated with this size.
@@ -275,23 +275,23 @@ fn main() -> Result<(), Box<dyn Error>> {
         end: result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT)?,
         plug: Fill { len: PLUG_ELEMENTS, value: 0.0, out: memory.plug },
     };
-    // Every launch on buffers of its own, for each distance.
-    let apart = COLD.map(|(copies, bytes)| -> Vec<Vec<(Value, Box<dyn Operation>)>> {
-        (0..copies as u64).map(|copy| launches(&memory.moved(copy * bytes))).collect()
+    // For each distance, every launch with its own buffers.
+    let cold_copies = COLD.map(|(copies, bytes)| -> Vec<Vec<(Value, Box<dyn Operation>)>> {
+        (0..copies as u64).map(|copy| launches(&memory.at_offset(copy * bytes))).collect()
     });
     for (number, (shape, operation)) in launches(&memory).into_iter().enumerate() {
         let work = operation.work();
-        let single = timer.trains(&[&*operation])?;
+        let single = timer.sequences(&[&*operation])?;
         let launches = if single[0] > LONG_NS { LAUNCHES_OF_LONG } else { LAUNCHES };
-        let many = timer.trains(&vec![&*operation; launches])?;
+        let many = timer.sequences(&vec![&*operation; launches])?;
         let largest = operation.buffers().iter().map(|(_, bytes)| *bytes).max().unwrap_or(0);
         let distance = COLD.iter().position(|(_, bytes)| largest <= *bytes);
         let cold = match distance {
             None => many.clone(),
             Some(distance) => {
                 let copies: Vec<&dyn Operation> =
-                    apart[distance].iter().take(launches).map(|copy| &*copy[number].1).collect();
-                timer.trains(&copies)?
+                    cold_copies[distance].iter().take(launches).map(|copy| &*copy[number].1).collect();
+                timer.sequences(&copies)?
             }
         };
         let line = json!({

@@ -1,15 +1,15 @@
-//! Measures every way to compute a linear layer's products at the shapes of training, and prints the table from which the
-//! launches choose: the fastest for each shape. Needs a GPU and a driver of CUDA 12.8 or newer.
+//! Measures every choice of tile and splits for a linear layer's GEMMs at the shapes of training, and prints the table
+//! that launches use: the fastest choice for each shape. Needs a GPU and a driver of CUDA 12.8 or newer.
 //!
 //! ```text
 //! cargo run --release -p kernels --example tune_linear > kernels/src/plan/h200.csv
 //! ```
 //!
-//! Names of precisions (`f32 tf32 f16`) limit it to these, so that one can be measured afresh without the others; the
-//! columns' names come first all the same. With `--all` it prints every candidate with its time in nanoseconds instead.
+//! Names of precisions (`f32 tf32 f16`) restrict the measurement to these; the header is always printed. With `--all`
+//! it prints every candidate with its time in nanoseconds instead.
 //!
-//! A time is the median of trains of launches that were queued while the stream was held up by another kernel. All launches of
-//! a train work on the same buffers, so that weights which fit in the L2 cache are there, as they are in training.
+//! A time is the median over sequences of launches that are queued while another kernel occupies the stream. All
+//! launches of a sequence use the same buffers, so weights that fit in the L2 cache are there, as they are in training.
 
 use std::error::Error;
 
@@ -19,35 +19,35 @@ use kernels::{
     Product, Tile,
 };
 
-/// Precisions with a table of their own; halves share that of f16.
+/// Precisions with a table of their own; bf16 uses that of f16.
 const PRECISIONS: [Precision; 3] = [Precision::F32, Precision::Tf32, Precision::F16];
 const INPUTS: u32 = 784;
 const CLASSES: u32 = 10;
 const ROWS: [u32; 4] = [32, 64, 128, 256];
 const HIDDEN: [u32; 8] = [128, 256, 512, 784, 1024, 2048, 4096, 8192];
-/// Large batches, with the widths that go with them.
+/// Large batches, with their widths.
 const LARGE: [(u32, &[u32]); 3] = [(1024, &[128, 512, 2048]), (8192, &[128, 512]), (60_000, &[128])];
 
-/// Launches of a train, trains, and what a train may take: slow candidates get shorter ones.
+/// Launches of a sequence, number of sequences, and maximum time of a sequence: slow candidates get shorter ones.
 const LAUNCHES: usize = 12;
-const TRAINS: usize = 3;
-const TRAIN_NS: f64 = 400_000.0;
-/// A tile that only some GPUs have is listed if it takes this much of the others' time.
-const WORTH: f64 = 0.98;
-/// A fill of this many f32 holds up the stream while a train is queued.
+const SEQUENCES: usize = 3;
+const SEQUENCE_NS: f64 = 400_000.0;
+/// A tile that only some GPUs support is listed if its time is below this fraction of the others'.
+const MAX_TIME_FRACTION: f64 = 0.98;
+/// A fill of this many f32 occupies the stream while a sequence is queued.
 const PLUG: u64 = 1 << 27;
 
 /// One launch.
 type Launch<'a> = dyn Fn(&CudaKernels, sys::CUstream) -> Result<(), KernelError> + 'a;
 
-/// One launch, with a choice of how.
-type Chosen<'a> = dyn Fn(Choice, &CudaKernels, sys::CUstream) -> Result<(), KernelError> + 'a;
+/// One launch with a given choice.
+type LaunchWith<'a> = dyn Fn(Choice, &CudaKernels, sys::CUstream) -> Result<(), KernelError> + 'a;
 
-/// What a launch with a choice needs: bytes, and counters.
+/// Workspace bytes and counters of a launch with a given choice.
 type Needs<'a> = dyn Fn(Choice) -> (u64, u64) + 'a;
 
-/// A product, its m, n and k, and its ways.
-type Candidates<'a> = (Product, [u32; 3], Vec<Choice>, &'a Needs<'a>, &'a Chosen<'a>);
+/// A GEMM, its m, n and k, its choices, and their memory and launches.
+type Candidates<'a> = (Product, [u32; 3], Vec<Choice>, &'a Needs<'a>, &'a LaunchWith<'a>);
 
 struct Timer {
     kernels: CudaKernels,
@@ -58,7 +58,7 @@ struct Timer {
 }
 
 impl Timer {
-    fn train(&self, launches: usize, launch: &Launch<'_>) -> Result<f64, Box<dyn Error>> {
+    fn sequence(&self, launches: usize, launch: &Launch<'_>) -> Result<f64, Box<dyn Error>> {
         // SAFETY: stream and events are live, and the fill has its buffer.
         unsafe {
             self.plug.launch(&self.kernels, self.stream)?;
@@ -74,11 +74,11 @@ impl Timer {
 
     /// Median nanoseconds of a launch.
     fn time(&self, launch: &Launch<'_>) -> Result<f64, Box<dyn Error>> {
-        let first = self.train(2, launch)?;
-        let launches = ((TRAIN_NS / first) as usize).clamp(2, LAUNCHES);
-        let mut times = (0..TRAINS).map(|_| self.train(launches, launch)).collect::<Result<Vec<_>, _>>()?;
+        let first = self.sequence(2, launch)?;
+        let launches = ((SEQUENCE_NS / first) as usize).clamp(2, LAUNCHES);
+        let mut times = (0..SEQUENCES).map(|_| self.sequence(launches, launch)).collect::<Result<Vec<_>, _>>()?;
         times.sort_by(f64::total_cmp);
-        Ok(times[TRAINS / 2])
+        Ok(times[SEQUENCES / 2])
     }
 }
 
@@ -102,7 +102,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let option = |option: &&String| option.as_str() != "--all";
     let name = |name: &&String| !PRECISIONS.iter().any(|precision| precision.name() == name.as_str());
     if let Some(unknown) = options.iter().find(option).or(names.iter().find(name)) {
-        return Err(format!("'{unknown}' is none of --all, f32, tf32, f16").into());
+        return Err(format!("unknown argument '{unknown}'; use --all, f32, tf32 or f16").into());
     }
     // SAFETY: only tries to open the library; without one, any other call would panic.
     if !unsafe { sys::is_culib_present() } {
@@ -110,7 +110,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     }
     result::init()?;
     let device = result::device::get(0)?;
-    // SAFETY: the device exists. The process ends with the context; nothing is given back before.
+    // SAFETY: the device exists. The context lives until the process exits; nothing is released before.
     unsafe { result::ctx::set_current(result::primary_ctx::retain(device)?)? };
     let zeroed = |bytes: u64| -> Result<u64, Box<dyn Error>> {
         // SAFETY: the memory was just allocated with this size.
@@ -131,8 +131,8 @@ fn main() -> Result<(), Box<dyn Error>> {
         plug: Fill { len: PLUG, value: 0.0, out: zeroed(4 * PLUG)? },
     };
     println!("product,precision,m,n,k,tile,splits{}", if all { ",ns" } else { "" });
-    let wanted = |precision: &Precision| names.is_empty() || names.iter().any(|name| name == precision.name());
-    for precision in PRECISIONS.into_iter().filter(wanted) {
+    let is_selected = |precision: &Precision| names.is_empty() || names.iter().any(|name| name == precision.name());
+    for precision in PRECISIONS.into_iter().filter(is_selected) {
         timer.kernels.prepare(precision)?;
         let pitch = |cols| precision.element().pitch(cols);
         for (rows, inputs, outputs) in layers() {
@@ -186,7 +186,7 @@ fn main() -> Result<(), Box<dyn Error>> {
                 workspace,
                 tickets,
             };
-            // SAFETY: the buffers are larger than any shape here; `needs_with` is asked below.
+            // SAFETY: the buffers are larger than any shape here, and `needs_with` is checked below.
             let launch_forward = |choice, kernels: &_, stream| unsafe { forward.launch_with(choice, kernels, stream) };
             // SAFETY: as above.
             let launch_input = |choice, kernels: &_, stream| unsafe { input.launch_with(choice, kernels, stream) };
@@ -210,7 +210,7 @@ fn main() -> Result<(), Box<dyn Error>> {
                 ),
             ];
             for (product, [m, n, k], candidates, needs, launch) in products {
-                // For any GPU, with warpgroups, and streamed.
+                // The best tile for any GPU, with warpgroups, and streamed.
                 let mut best: [Option<(f64, Choice)>; 3] = [None; 3];
                 for choice in candidates {
                     let (bytes, counters) = needs(choice);
@@ -231,11 +231,11 @@ fn main() -> Result<(), Box<dyn Error>> {
                 if all {
                     continue;
                 }
-                // What every GPU can do is always listed; what takes more, only where it is worth it.
+                // The best tile for every GPU is always listed; the others only if they are faster.
                 let mut least = f64::INFINITY;
                 let products = [product, product, Product::Update];
                 for ((ns, choice), product) in best.into_iter().zip(products).filter_map(|(best, p)| Some((best?, p))) {
-                    if ns < least * WORTH {
+                    if ns < least * MAX_TIME_FRACTION {
                         least = ns;
                         let (tile, splits) = (choice.tile.name(), choice.splits);
                         println!("{},{},{m},{n},{k},{tile},{splits}", product.name(), precision.name());

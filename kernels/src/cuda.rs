@@ -17,7 +17,7 @@ pub(crate) use linear_arguments::LinearArguments;
 use module::{Module, Ptx};
 
 /// CUDA's limit on the first dimension of a grid.
-const MOST_BLOCKS: u64 = (1 << 31) - 1;
+const MAX_BLOCKS: u64 = (1 << 31) - 1;
 
 struct Source {
     ptx: Ptx,
@@ -27,7 +27,7 @@ struct Source {
 /// Declares every kernel once: the file it is in, the operation's handle for it, and its entry point.
 macro_rules! kernels {
     ($($file:literal { $($kernel:ident = $name:literal,)* })*) => {
-        /// A kernel of the embedded PTX; its value is its place in [`CudaKernels`]' table.
+        /// A kernel of the embedded PTX; its value is its index in [`CudaKernels`]' table.
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         #[repr(usize)]
         pub(crate) enum Kernel { $($($kernel,)*)* }
@@ -118,7 +118,7 @@ kernels! {
     }
 }
 
-/// Names of all kernels: what [`Operation::name`](crate::Operation::name) can return.
+/// Names of all kernels, which are the possible results of [`Operation::name`](crate::Operation::name).
 pub fn kernel_names() -> impl Iterator<Item = &'static str> {
     Kernel::ALL
         .iter()
@@ -129,8 +129,8 @@ pub fn kernel_names() -> impl Iterator<Item = &'static str> {
 
 /// The kernels, compiled for and loaded on one GPU.
 ///
-/// Dropping it unloads them. That makes the context that loaded them current for the moment, waits for nothing, and
-/// must come after the last launch has finished and before the context is destroyed.
+/// Dropping it unloads the kernels: it temporarily makes the context that loaded them current, and does not wait for
+/// launches. It must be dropped after the last launch has finished and before the context is destroyed.
 pub struct CudaKernels {
     context: cudarc::driver::sys::CUcontext,
     /// In the order of `SOURCES`.
@@ -139,21 +139,22 @@ pub struct CudaKernels {
     functions: Vec<CUfunction>,
     /// By precision, in the order of [`Precision::ALL`](crate::Precision::ALL).
     linear: [OnceLock<LinearKernels>; linear::NAMES.len()],
-    /// Most shared memory that a block can have.
+    /// Maximum shared memory of a block.
     shared_limit: u32,
-    /// Multiprocessors, of a GPU that has warpgroups and the copy engine.
+    /// Number of multiprocessors of a GPU with warpgroups and TMA; `None` on other GPUs.
     warpgroups: Option<u32>,
 }
 
-// SAFETY: the fields are handles of the driver, which any thread may use; what changes after `load` is behind a lock.
+// SAFETY: the fields are handles of the driver, which any thread may use; fields that change after `load` are behind a
+// lock.
 unsafe impl Send for CudaKernels {}
 // SAFETY: as above.
 unsafe impl Sync for CudaKernels {}
 
 impl CudaKernels {
-    /// Loads the kernels into the current context, those of the linear layers excepted ([`prepare`](Self::prepare)). The
-    /// embedded PTX is decompressed, and the driver compiles it for the GPU. The driver keeps the outcome in its own cache
-    /// on disk, so only a first time takes noticeable time.
+    /// Loads all kernels except those of the linear layers ([`prepare`](Self::prepare)) into the current context. It
+    /// decompresses the embedded PTX, and the driver compiles it for the GPU. The driver caches the result on disk, so
+    /// only the first load takes noticeable time.
     ///
     /// # Errors
     ///
@@ -162,12 +163,12 @@ impl CudaKernels {
     ///
     /// # Panics
     ///
-    /// If the driver's library is absent: ask `cudarc::driver::sys::is_culib_present()` before any call into CUDA.
+    /// If the driver's library is absent: check `cudarc::driver::sys::is_culib_present()` before any call into CUDA.
     pub fn load() -> Result<Self, KernelError> {
         let context = result::ctx::get_current()
             .map_err(|error| driver_error("cuCtxGetCurrent", error))?
             .ok_or_else(|| driver_error("cuCtxGetCurrent", DriverError(CUresult::CUDA_ERROR_INVALID_CONTEXT)))?;
-        // Built up in place, so that modules already loaded are unloaded if a later one fails.
+        // Filled incrementally, so that modules already loaded are unloaded if a later one fails.
         let mut loaded = Self {
             context,
             modules: Vec::with_capacity(SOURCES.len()),
@@ -186,8 +187,8 @@ impl CudaKernels {
         Ok(loaded)
     }
 
-    /// Leaves out the kernels that only compute capability 9.0 has: launches take the tiles that every GPU has, and
-    /// give the bits that they give there. For comparing; before [`prepare`](Self::prepare).
+    /// Disables the kernels for compute capability 9.0, for comparisons: launches use the tiles for all GPUs, and give
+    /// the same bits as on such GPUs. Call it before [`prepare`](Self::prepare).
     #[must_use]
     pub fn without_warpgroups(mut self) -> Self {
         self.warpgroups = None;
@@ -198,8 +199,8 @@ impl CudaKernels {
     ///
     /// # Safety
     ///
-    /// `arguments` are values of the types of the kernel's parameters, in order; and what
-    /// [`Operation::launch`](crate::Operation::launch) asks holds for the addresses among them.
+    /// `arguments` have the types of the kernel's parameters, in order, and the addresses among them meet the
+    /// requirements of [`Operation::launch`](crate::Operation::launch).
     #[inline]
     pub(crate) unsafe fn launch<const N: usize>(
         &self,
@@ -210,7 +211,7 @@ impl CudaKernels {
         arguments: [u64; N],
     ) -> Result<(), KernelError> {
         let shape = LaunchShape { blocks: grid(kernel.name(), blocks)?, threads, shared_bytes: 0 };
-        // SAFETY: the function belongs to a module that is loaded as long as `self` lives; the caller vouches for the
+        // SAFETY: the function belongs to a module that is loaded as long as `self` lives; the caller guarantees the
         // rest.
         unsafe { queue(self.functions[kernel as usize], shape, stream, arguments.each_ref().map(argument)) }
     }
@@ -218,7 +219,7 @@ impl CudaKernels {
 
 impl Drop for CudaKernels {
     fn drop(&mut self) {
-        // Best effort: a failure here means that the context is broken or gone, and the modules with it.
+        // Best effort: after a failure the context is broken or destroyed, and the modules with it.
         let current = result::ctx::get_current().ok().flatten();
         // SAFETY: the context was current when the modules were loaded, and outlives `self` by the type's contract.
         let bound = unsafe { result::ctx::set_current(self.context) };
@@ -226,7 +227,7 @@ impl Drop for CudaKernels {
             self.modules.iter().for_each(Module::unload);
             self.linear.iter().filter_map(OnceLock::get).for_each(LinearKernels::unload);
         }
-        // SAFETY: this context was current on this thread a moment ago; null stands for none.
+        // SAFETY: this context was current on this thread before; null stands for no context.
         let _ = unsafe { result::ctx::set_current(current.unwrap_or(std::ptr::null_mut())) };
     }
 }
@@ -237,13 +238,14 @@ impl std::fmt::Debug for CudaKernels {
     }
 }
 
-/// Most shared memory that a block can have on the current context's device.
+/// Maximum shared memory of a block on the current context's device.
 fn shared_limit() -> Result<u32, KernelError> {
-    // CAST: the driver answers with a size.
+    // CAST: the driver returns a size.
     attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN).map(|bytes| bytes as u32)
 }
 
-/// Multiprocessors of the current context's device, if it is of compute capability 9.0: later ones have no such instructions.
+/// Number of multiprocessors of the current context's device, if its compute capability is 9.0: later GPUs do not have
+/// these instructions.
 fn warpgroups() -> Result<Option<u32>, KernelError> {
     let major = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
     let minor = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
@@ -258,15 +260,15 @@ fn attribute(attribute: CUdevice_attribute) -> Result<i32, KernelError> {
     // SAFETY: the driver writes the device of the current context, or fails.
     unsafe { sys::cuCtxGetDevice(&raw mut device) }.result().map_err(|error| driver_error("cuCtxGetDevice", error))?;
     // SAFETY: the device of a context that is current.
-    let answer = unsafe { result::device::get_attribute(device, attribute) };
-    answer.map_err(|error| driver_error("cuDeviceGetAttribute", error))
+    let value = unsafe { result::device::get_attribute(device, attribute) };
+    value.map_err(|error| driver_error("cuDeviceGetAttribute", error))
 }
 
-/// The grid of a launch, if CUDA can have it.
+/// The grid of a launch, if it is within CUDA's limit.
 fn grid(operation: &'static str, blocks: u64) -> Result<u32, KernelError> {
-    u32::try_from(blocks).ok().filter(|_| blocks <= MOST_BLOCKS).ok_or_else(|| KernelError::Shape {
+    u32::try_from(blocks).ok().filter(|_| blocks <= MAX_BLOCKS).ok_or_else(|| KernelError::Shape {
         operation,
-        what: format!("{blocks} thread blocks are more than CUDA's {MOST_BLOCKS}"),
+        what: format!("{blocks} thread blocks exceed CUDA's limit of {MAX_BLOCKS}"),
     })
 }
 
@@ -281,8 +283,8 @@ struct LaunchShape {
 ///
 /// # Safety
 ///
-/// The function is loaded, `arguments` point at values of the types of its parameters, in order, and what
-/// [`Operation::launch`](crate::Operation::launch) asks holds for the addresses among them.
+/// The function is loaded, `arguments` point at values of the types of its parameters, in order, and the addresses
+/// among them meet the requirements of [`Operation::launch`](crate::Operation::launch).
 unsafe fn queue<const N: usize>(
     function: CUfunction,
     shape: LaunchShape,
@@ -290,7 +292,7 @@ unsafe fn queue<const N: usize>(
     mut arguments: [*mut c_void; N],
 ) -> Result<(), KernelError> {
     let LaunchShape { blocks, threads, shared_bytes } = shape;
-    // SAFETY: the caller vouches for all of it.
+    // SAFETY: the caller guarantees all of it.
     unsafe { result::launch_kernel(function, (blocks, 1, 1), (threads, 1, 1), shared_bytes, stream, &mut arguments) }
         .map_err(|error| driver_error("cuLaunchKernel", error))
 }
@@ -300,14 +302,14 @@ fn argument<T>(value: &T) -> *mut c_void {
     std::ptr::from_ref(value).cast_mut().cast()
 }
 
-/// The arguments of a launch, in the order of the kernel's parameters: integers and addresses, and floats by their bits. Each
-/// has eight bytes, of which the driver copies as many of the lower ones as the parameter has.
+/// The arguments of a launch, in the order of the kernel's parameters: integers, addresses, and the bits of floats.
+/// Each has eight bytes, of which the driver copies the lower ones, up to the parameter's size.
 macro_rules! arguments {
     ($($value:expr),*) => { [$(u64::from($value)),*] };
 }
 pub(crate) use arguments;
 
-/// Only the code's name goes into the error: formatting a `DriverError` would call into the driver.
+/// The error contains only the code's name, because formatting a `DriverError` would call into the driver.
 fn driver_error(call: &'static str, error: DriverError) -> KernelError {
     KernelError::Driver { call, code: error.0 as u32, name: format!("{:?}", error.0) }
 }
@@ -326,8 +328,8 @@ mod tests {
             .collect()
     }
 
-    /// The names of the modules that the sources state (`// module NAME: ARCHITECTURE, KERNELS`, or one of a source's own name for
-    /// the oldest GPUs), with the architecture of each.
+    /// Names and architectures of the modules: those in a source's lines `// module NAME: ARCHITECTURE, KERNELS`, or
+    /// one with the source's name for the oldest GPUs.
     fn sources() -> BTreeMap<String, String> {
         let mut out = BTreeMap::new();
         for entry in std::fs::read_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("cuda")).unwrap() {
@@ -336,12 +338,12 @@ mod tests {
                 continue;
             }
             let text = std::fs::read_to_string(&path).unwrap();
-            let stated = |line: &str| {
+            let module_line = |line: &str| {
                 let (name, rest) = line.strip_prefix("// module ")?.split_once(": compute_")?;
                 Some((name.to_owned(), rest.split(',').next()?.to_owned()))
             };
             let before = out.len();
-            out.extend(text.lines().filter_map(stated));
+            out.extend(text.lines().filter_map(module_line));
             if out.len() == before {
                 out.insert(path.file_stem().unwrap().to_str().unwrap().to_owned(), "75".to_owned());
             }
@@ -351,12 +353,12 @@ mod tests {
 
     /// Every module with the kernels that it declares.
     fn modules() -> Vec<(Ptx, BTreeSet<&'static str>)> {
-        let own =
+        let small =
             SOURCES.iter().map(|source| (source.ptx, source.kernels.iter().map(|kernel| kernel.name()).collect()));
         let linear = linear::PTX.into_iter().zip(linear::NAMES).map(|(ptx, names)| (ptx, names.into()));
         let warpgroup = warpgroup::PTX.into_iter().zip(warpgroup::NAMES);
         let warpgroup = warpgroup.map(|(ptx, names)| (ptx, names.iter().copied().collect()));
-        own.chain(linear).chain(warpgroup).collect()
+        small.chain(linear).chain(warpgroup).collect()
     }
 
     #[test]
@@ -370,7 +372,7 @@ mod tests {
     }
 
     #[test]
-    fn each_ptx_holds_exactly_the_declared_kernels() {
+    fn each_ptx_contains_exactly_the_declared_kernels() {
         for (ptx, declared) in modules() {
             let text = ptx.text().unwrap_or_else(|| panic!("{} is damaged", ptx.stem));
             assert_eq!(entries(text.to_str().unwrap()), declared, "{}", ptx.stem);
@@ -390,16 +392,16 @@ mod tests {
     }
 
     #[test]
-    fn a_kernels_value_is_its_place() {
-        for (place, &kernel) in Kernel::ALL.iter().enumerate() {
-            assert_eq!(kernel as usize, place);
+    fn kernel_value_is_its_index() {
+        for (index, &kernel) in Kernel::ALL.iter().enumerate() {
+            assert_eq!(kernel as usize, index);
         }
         let linear = linear::NAMES.as_flattened().len() + warpgroup::NAMES.concat().len();
         assert_eq!(kernel_names().collect::<BTreeSet<_>>().len(), Kernel::ALL.len() + linear);
     }
 
     #[test]
-    fn a_driver_error_is_written_without_the_driver() {
+    fn driver_error_is_formatted_without_the_driver() {
         let error = driver_error("cuLaunchKernel", DriverError(CUresult::CUDA_ERROR_OUT_OF_MEMORY));
         assert_eq!(error.to_string(), "cuLaunchKernel failed with CUDA_ERROR_OUT_OF_MEMORY (2)");
     }

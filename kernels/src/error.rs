@@ -16,7 +16,7 @@ pub enum KernelError {
     },
 
     /// The driver is too old to read the embedded PTX.
-    #[error("the NVIDIA driver is too old for these kernels (PTX ISA 8.4): install driver 550 or newer")]
+    #[error("the NVIDIA driver is too old for these kernels (PTX ISA 8.4); install driver 550 or newer")]
     DriverTooOld,
 
     /// The GPU is older than the embedded PTX's baseline.
@@ -24,13 +24,13 @@ pub enum KernelError {
     DeviceTooOld,
 
     /// A kernel is missing from the embedded PTX.
-    #[error("kernel {kernel} is not in the embedded PTX: run kernels/ptx.sh and build again")]
+    #[error("kernel {kernel} is not in the embedded PTX; run kernels/ptx.sh and rebuild")]
     NoPtx {
         /// Name of the kernel.
         kernel: &'static str,
     },
 
-    /// A shape that no launch can have.
+    /// An invalid shape.
     #[error("{operation}: {what}")]
     Shape {
         /// Name of the operation.
@@ -39,7 +39,7 @@ pub enum KernelError {
         what: String,
     },
 
-    /// Some byte of a buffer is not mapped.
+    /// Part of a buffer is not mapped.
     #[error("{operation}: no memory is mapped at {bytes} bytes from {addr:#x}")]
     NotMapped {
         /// Name of the operation.
@@ -73,17 +73,17 @@ pub enum KernelError {
     },
 
     /// A label or index is out of range.
-    #[error("{operation}: {what} {value} at position {position} is not below {limit}")]
+    #[error("{operation}: {what} {value} at position {position} is out of range; it must be below {limit}")]
     OutOfRange {
         /// Name of the operation.
         operation: &'static str,
         /// `"label"` or `"index"`.
         what: &'static str,
-        /// Its position in its buffer, counted from 0.
+        /// Its index in its buffer, from 0.
         position: u64,
         /// The value.
         value: u32,
-        /// The number of classes, or of rows of the source.
+        /// The number of classes, or of rows in the source.
         limit: u32,
     },
 }

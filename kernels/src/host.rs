@@ -6,35 +6,35 @@ use bytemuck::Pod;
 
 use crate::error::KernelError;
 
-/// Memory of a simulated device: device addresses that stand for host memory.
+/// Memory of a simulated device: maps device addresses to host memory.
 pub trait HostMemory {
     /// Host pointer for the `bytes` bytes from `addr` on, `None` if any of them is not mapped.
     ///
-    /// The memory behind it is one contiguous range of initialised bytes, of any value.
+    /// The range is contiguous and initialised, with any values.
     fn translate(&self, addr: u64, bytes: u64) -> Option<NonNull<u8>>;
 }
 
-struct Claimed {
+struct BufferRange {
     addr: u64,
     start: usize,
     end: usize,
     written: bool,
 }
 
-/// The buffers of one run on the host. Hands out slices, and refuses a buffer that would alias one that is written: an
-/// allocator under study may be wrong, and its mistake has to come out as an error.
+/// The buffers of one run on the host. Returns slices, and refuses a buffer that would alias a written one: an
+/// allocator under study may be wrong, and its mistake must be reported as an error.
 pub(crate) struct HostBuffers<'m> {
     memory: &'m dyn HostMemory,
     operation: &'static str,
-    claimed: Vec<Claimed>,
+    claimed: Vec<BufferRange>,
 }
 
 impl<'m> HostBuffers<'m> {
-    /// None so far.
+    /// No buffers yet.
     ///
     /// # Safety
     ///
-    /// Ranges that `memory` translates to are valid for `'m`; meanwhile nothing else writes them, nor reads the bytes
+    /// Ranges that `memory` translates to are valid for `'m`. During `'m` nothing else writes them, or reads the bytes
     /// written through this value.
     pub(crate) unsafe fn new(memory: &'m dyn HostMemory, operation: &'static str) -> Self {
         Self { memory, operation, claimed: Vec::new() }
@@ -48,19 +48,19 @@ impl<'m> HostBuffers<'m> {
     /// An input of `count` elements.
     pub(crate) fn read<T: Pod>(&mut self, addr: u64, count: u64) -> Result<&'m [T], KernelError> {
         let (pointer, len) = self.claim::<T>(addr, count, false)?;
-        // SAFETY: `claim` has checked mapping, alignment and length, and that no `&mut` handed out overlaps the range; `new`
-        // asks for the rest, and any bytes are a valid `T`.
+        // SAFETY: `claim` has checked mapping, alignment and length, and that no returned `&mut` overlaps the range;
+        // the caller of `new` guarantees the rest, and any bytes are a valid `T`.
         Ok(unsafe { std::slice::from_raw_parts(pointer.as_ptr(), len) })
     }
 
     /// An output of `count` elements.
     pub(crate) fn write<T: Pod>(&mut self, addr: u64, count: u64) -> Result<&'m mut [T], KernelError> {
         let (pointer, len) = self.claim::<T>(addr, count, true)?;
-        // SAFETY: as for `read`, and no slice handed out overlaps the range at all.
+        // SAFETY: as for `read`, and no returned slice overlaps the range.
         Ok(unsafe { std::slice::from_raw_parts_mut(pointer.as_ptr(), len) })
     }
 
-    /// An output that need not be there.
+    /// An optional output.
     pub(crate) fn write_some<T: Pod>(
         &mut self,
         addr: Option<u64>,
@@ -85,7 +85,7 @@ impl<'m> HostBuffers<'m> {
         }
         // Host addresses, not device addresses, are compared: two device addresses may be mapped to the same memory.
         let start = pointer.as_ptr().addr();
-        let new = Claimed { addr, start, end: start + bytes as usize, written };
+        let new = BufferRange { addr, start, end: start + bytes as usize, written };
         for old in &self.claimed {
             if (old.written || written) && old.start < new.end && new.start < old.end {
                 let (output, other) = if written { (addr, old.addr) } else { (old.addr, addr) };

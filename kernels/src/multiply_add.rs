@@ -1,8 +1,8 @@
 //! Loops around a fused multiply-add, which rounds once, as the CUDA kernels do.
 //!
-//! `f32::mul_add` is always exact, but where the target's baseline has no such instruction it is a library call for
-//! each element. On x86-64 these loops are therefore compiled twice, and the processor's features choose. The bits are
-//! the same.
+//! `f32::mul_add` is always exact, but if the target's baseline has no such instruction it is a library call for each
+//! element. On x86-64 these loops are therefore compiled twice, and the processor's features select one. Both give the
+//! same bits.
 
 macro_rules! fused_loop {
     ($(#[$doc:meta])* fn $name:ident($($arg:ident: $ty:ty),*) $body:block) => {

@@ -1,4 +1,4 @@
-//! The seam between the trainer and the kernels.
+//! The interface between the trainer and the kernels.
 
 use cudarc::driver::sys::CUstream;
 
@@ -6,7 +6,7 @@ use crate::cuda::CudaKernels;
 use crate::error::KernelError;
 use crate::host::{HostBuffers, HostMemory};
 
-/// Copies of operations whose type is not known; every operation that can be cloned has them.
+/// Clones operations whose type is not known; implemented for every operation that is `Clone`.
 pub trait BoxedOperation {
     /// A copy of the operation.
     fn boxed(&self) -> Box<dyn Operation>;
@@ -32,40 +32,39 @@ pub trait Operation: BoxedOperation + std::fmt::Debug + Send + Sync {
     /// Geometry and traffic of the launch, for the simulated device's cost model.
     fn work(&self) -> Work;
 
-    /// The buffers that the launch reads and writes, as address and bytes, each once: for the simulated device's L2
-    /// cache. Of a data set the rows that a launch picks depend on what its indices hold, so that buffer is not among
-    /// them.
+    /// Addresses and sizes in bytes of the buffers that the launch reads and writes, each once, for the simulated
+    /// device's L2 cache. A gather's source is not included, because the rows read depend on its indices.
     fn buffers(&self) -> Vec<(u64, u64)>;
 
     /// Queues the launch on `stream`; returns without waiting for it.
     ///
     /// # Errors
     ///
-    /// [`KernelError::Shape`] for an impossible shape, before anything is queued; [`KernelError::Driver`] if the driver
-    /// refuses, which may also report an earlier asynchronous failure.
+    /// [`KernelError::Shape`] for an invalid shape, before anything is queued; [`KernelError::Driver`] if the driver
+    /// refuses the launch, which may also report an earlier asynchronous failure.
     ///
     /// # Safety
     ///
-    /// `cuda` was loaded in the current context and `stream` is a stream of it. Every address is valid for its shape
-    /// on that context's device, and aligned to its element, until the stream has passed this launch. Until then
-    /// nothing else writes the inputs or touches the outputs, and no output overlaps another buffer of the launch.
+    /// `cuda` was loaded in the current context, and `stream` is a stream of it. Until the stream has completed this
+    /// launch, every address is valid for its shape on that context's device and aligned to its element, nothing else
+    /// writes the inputs or accesses the outputs, and no output overlaps another buffer of the launch.
     unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError>;
 
-    /// Runs the CPU reference on host memory; `memory` translates device addresses. Returns when the outputs are
+    /// Runs the CPU reference on host memory; `memory` translates device addresses. Returns after the outputs have been
     /// written.
     ///
     /// # Errors
     ///
-    /// Every range and shape is checked before memory is touched, buffers that overlap included; indices and labels
-    /// before anything is computed from them.
+    /// Invalid ranges and shapes, including overlapping buffers, are reported before memory is accessed; invalid
+    /// indices and labels before anything is computed from them.
     ///
     /// # Safety
     ///
-    /// The translated ranges are valid, and nothing else accesses them meanwhile (reading the inputs is fine).
+    /// The translated ranges are valid, and nothing else accesses them during the call (reading the inputs is allowed).
     unsafe fn run_on_host(&self, memory: &dyn HostMemory) -> Result<(), KernelError>;
 }
 
-/// The parts of which an operation of this crate is made; [`Operation`] puts them together.
+/// The definition of one of this crate's operations, from which [`Operation`] is implemented.
 pub(crate) trait Definition: Clone + std::fmt::Debug + Send + Sync + 'static {
     /// As [`Operation::name`].
     fn name(&self) -> &'static str;
@@ -74,7 +73,7 @@ pub(crate) trait Definition: Clone + std::fmt::Debug + Send + Sync + 'static {
     ///
     /// # Errors
     ///
-    /// [`KernelError::Shape`] if not, and [`KernelError::Misaligned`] for addresses that no kernel takes.
+    /// [`KernelError::Shape`] if it is not, and [`KernelError::Misaligned`] for addresses that no kernel accepts.
     fn check(&self) -> Result<(), KernelError>;
 
     /// As [`Operation::work`].
@@ -117,13 +116,13 @@ impl<T: Definition> Operation for T {
 
     unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
         self.check()?;
-        // SAFETY: the caller vouches for the addresses.
+        // SAFETY: the caller guarantees the addresses.
         unsafe { self.queue(cuda, stream) }
     }
 
     unsafe fn run_on_host(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
         self.check()?;
-        // SAFETY: the caller vouches for the memory.
+        // SAFETY: the caller guarantees the memory.
         self.compute(&mut unsafe { HostBuffers::new(memory, Definition::name(self)) })
     }
 }

@@ -9,11 +9,11 @@ use std::borrow::Cow;
 pub(crate) trait Stored: Pod {
     fn load(self) -> f32;
     fn store(value: f32) -> Self;
-    /// Reads all of `from`, which is as long as `to`.
+    /// Converts all of `from`, which has the length of `to`.
     fn load_all(from: &[Self], to: &mut [f32]);
-    /// Writes all of `to`, which is as long as `from`.
+    /// Converts all of `from` to `to`, which has its length.
     fn store_all(from: &[f32], to: &mut [Self]);
-    /// The values as they are, if this is f32.
+    /// The values unchanged, if this type is f32.
     fn as_f32(values: &[Self]) -> Option<&[f32]>;
 }
 
@@ -90,7 +90,7 @@ macro_rules! with_stored {
 pub(crate) use with_stored;
 
 impl Element {
-    /// The value of this type that is nearest to `value`; of two equally near ones, the even one.
+    /// The value of this type nearest to `value`; ties to even.
     ///
     /// ```
     /// use kernels::Element;
@@ -103,8 +103,8 @@ impl Element {
         with_stored!(self, T => T::store(value).load())
     }
 
-    /// Rows of `cols` values as bytes of this type with `pitch` elements from one row to the next: what an upload of a
-    /// matrix takes. Zeros lie between the rows, and none after the last.
+    /// Rows of `cols` values as bytes of this type, with `pitch` elements from one row to the next, for the upload of a
+    /// matrix. The padding between rows is zero; there is none after the last row.
     ///
     /// # Panics
     ///
@@ -132,17 +132,17 @@ impl Element {
         with_stored!(self, T => T::store_all(values, bytemuck::cast_slice_mut(out)));
     }
 
-    /// The values of a matrix from bytes of this type, as [`pack`](Self::pack) gives them; what follows the last row is
-    /// ignored.
+    /// The values of a matrix from bytes of this type in the layout of [`pack`](Self::pack); bytes after the last row
+    /// are ignored.
     ///
     /// # Panics
     ///
-    /// If `cols` is zero or above `pitch`, or the bytes are too few for this many rows.
+    /// If `cols` is zero or above `pitch`, or there are too few bytes for this many rows.
     #[must_use]
     pub fn unpack(self, bytes: &[u8], rows: u32, cols: u32, pitch: u32) -> Vec<f32> {
         let (rows, cols, pitch) = (rows as usize, cols as usize, pitch as usize);
         assert!(cols > 0 && cols <= pitch, "rows of {cols}, pitch {pitch}");
-        // Values are read one by one, since bytes from anywhere need not be aligned.
+        // Values are read one by one, because the bytes may be unaligned.
         with_stored!(self, T => {
             let element = |at: usize| bytemuck::pod_read_unaligned::<T>(&bytes[at * size_of::<T>()..][..size_of::<T>()]).load();
             (0..rows).flat_map(|row| (0..cols).map(move |col| row * pitch + col)).map(element).collect()
@@ -151,9 +151,8 @@ impl Element {
 }
 
 impl Precision {
-    /// The value of a stored operand in the matrix product: itself, or for [`Precision::Tf32`] its rounding to 11 bits
-    /// of
-    /// significand (nearest, ties away from zero, as `cvt.rna.tf32.f32` does).
+    /// The value of a stored operand in a GEMM: unchanged, or for [`Precision::Tf32`] rounded to 11 bits of significand
+    /// (nearest, ties away from zero, as `cvt.rna.tf32.f32` does).
     #[must_use]
     pub fn operand(self, value: f32) -> f32 {
         if self == Precision::Tf32 { round_to_tf32(value) } else { value }
@@ -164,19 +163,19 @@ fn round_to_tf32(value: f32) -> f32 {
     if !value.is_finite() {
         return value;
     }
-    // Half of the last kept bit is added to the magnitude; a carry into the exponent is right too.
+    // Half of the last retained bit is added to the magnitude; a carry into the exponent gives the correct result, too.
     f32::from_bits((value.to_bits() + 0x1000) & !0x1fff)
 }
 
-/// A matrix as the product takes it: f32, and elements from one row to the next.
+/// A GEMM operand: f32 values, and the elements from one row to the next.
 pub(crate) struct Operand<'a> {
     pub(crate) values: Cow<'a, [f32]>,
     pub(crate) pitch: usize,
 }
 
 impl<'a> Operand<'a> {
-    /// The stored operand if the matrix product uses it unchanged, otherwise a dense copy.
-    pub(crate) fn of<T: Stored>(matrix: &'a [T], cols: u32, pitch: u32, precision: Precision) -> Self {
+    /// The stored operand if the GEMM uses it unchanged, otherwise a dense copy.
+    pub(crate) fn new<T: Stored>(matrix: &'a [T], cols: u32, pitch: u32, precision: Precision) -> Self {
         let (cols, pitch) = (cols as usize, pitch as usize);
         if let (Precision::F32, Some(values)) = (precision, T::as_f32(matrix)) {
             return Self { values: values.into(), pitch };
@@ -192,7 +191,7 @@ impl<'a> Operand<'a> {
     }
 }
 
-// Element types, and how products are computed.
+// Element types, and precisions of GEMMs.
 
 /// Storage of a matrix.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -217,7 +216,7 @@ impl Element {
     }
 
     /// Elements from one row of a matrix to the next: `cols` rounded up to 16 bytes, so that each row can be read 16
-    /// bytes at a time. What lies between `cols` and the pitch is undefined and never used.
+    /// bytes at a time. The padding between `cols` and the pitch is undefined and never used.
     #[must_use]
     pub const fn pitch(self, cols: u32) -> u32 {
         // CAST: 16 / bytes is 4 or 8.
@@ -225,10 +224,10 @@ impl Element {
     }
 }
 
-/// Precision of a matrix product.
+/// Precision of a GEMM.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Precision {
-    /// f32 storage, f32 multiply-adds: each product and sum rounded once.
+    /// f32 storage, f32 multiply-adds; each is rounded once.
     #[default]
     F32,
     /// f32 storage, tensor cores: operands rounded to 11 bits of significand, sums in f32.
@@ -270,7 +269,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn halves_round_to_nearest_even() {
+    fn half_rounds_to_nearest_even() {
         let step = |bits: i32| 2.0_f32.powi(-bits);
         for (element, bits) in [(Element::Bf16, 7), (Element::F16, 10)] {
             assert_eq!(element.round(1.0 + step(bits + 1)), 1.0);
@@ -302,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn packing_goes_both_ways() {
+    fn pack_unpack_round_trip() {
         let values = [1.0, -2.5, 3.0, 0.5, 6.0, -7.0];
         for element in [Element::F32, Element::Bf16, Element::F16] {
             let packed = element.pack(&values, 3, 8);

@@ -1,5 +1,5 @@
-//! The CUDA kernels against the same models, with the same tolerances, as the CPU reference. Needs a GPU; ignored where there
-//! is none.
+//! The CUDA kernels, compared with the same models and tolerances as the CPU reference. Needs a GPU; ignored without
+//! one.
 
 #![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
 
@@ -28,12 +28,12 @@ fn run(gpu: &Gpu, case: &Case, skew: usize) -> Vec<u8> {
     })
 }
 
-/// The cases of linear layers, or all others: they have tests of their own.
+/// The cases of linear layers, or all others; each has its own test.
 fn cases_of(layers: bool) -> impl Iterator<Item = &'static Case> {
     cases::all().iter().filter(move |case| case.is_linear() == layers)
 }
 
-fn computes_what_it_says(layers: bool) {
+fn matches_model_and_host(layers: bool) {
     let gpu = Gpu::new();
     for case in cases_of(layers) {
         let (offsets, _) = case.region(0);
@@ -52,11 +52,11 @@ fn gives_the_same_bits_twice(layers: bool) {
 }
 
 fn every_kernel_computes_what_it_says_and_what_the_host_computes() {
-    computes_what_it_says(false);
+    matches_model_and_host(false);
 }
 
 fn every_linear_kernel_computes_what_it_says_and_what_the_host_computes() {
-    computes_what_it_says(true);
+    matches_model_and_host(true);
 }
 
 /// Kernels of linear layers read 16 bytes at a time.
@@ -79,7 +79,8 @@ fn two_runs_of_linear_layers_give_the_same_bits() {
 
 fn bad_labels_and_indices_show_and_touch_nothing_else() {
     let gpu = Gpu::new();
-    // At 0 two rows of three logits, or a source of six bytes; at 64 labels or indices, the second out of range.
+    // At 0: two rows of three logits, or a source of six bytes. At 64: labels or indices, of which the second is out of
+    // range.
     let mut image = vec![0_u8; 512];
     image[68] = 3;
     let float = |bytes: &[u8], at: usize| bytemuck::pod_read_unaligned::<f32>(&bytes[at..at + 4]);
@@ -91,7 +92,7 @@ fn bad_labels_and_indices_show_and_touch_nothing_else() {
         let with_gradient =
             SoftmaxCrossEntropy { rows, classes, logits, labels, losses, element, dlogits, dlogits_pitch, scale };
         gpu.launch(&with_gradient).unwrap();
-        let whole = SoftmaxLoss {
+        let fused_loss = SoftmaxLoss {
             element: Element::Bf16,
             rows,
             classes,
@@ -107,7 +108,7 @@ fn bad_labels_and_indices_show_and_touch_nothing_else() {
             workspace: 0,
             tickets: 0,
         };
-        gpu.launch(&whole).unwrap();
+        gpu.launch(&fused_loss).unwrap();
         gpu.launch(&CrossEntropyLoss { rows: 2, classes: 3, logits, labels, losses: at + 256 }).unwrap();
         gpu.launch(&MeanLoss { rows: 2, losses, out: at + 320, cursor: None }).unwrap();
         gpu.launch(&CountCorrect { rows: 2, classes: 3, logits, labels, out: at + 384 }).unwrap();
@@ -152,19 +153,20 @@ fn bad_labels_and_indices_show_and_touch_nothing_else() {
     assert_eq!((integer(&after, 192), integer(&after, 196)), (0, u32::MAX));
 }
 
-/// In a large launch a thread takes several groups of a row: whole rows of them, rows that end within one, one group a row,
-/// and rows that begin anywhere.
+/// In a large launch a thread gathers several groups of a row. The shapes: rows of complete groups, rows that end
+/// within a group, one group per row, and unaligned rows.
 fn large_batches_are_gathered_as_small_ones_are() {
     let gpu = Gpu::new();
     for (rows, cols, pitch) in [(5_351, 784, 784), (5_400, 785, 788), (1_050_001, 3, 4), (350_003, 10, 10)] {
         for element in [Element::F32, Element::F16] {
-            // Twice as many rows of halves make as many groups.
+            // Twice as many rows of 16-bit elements have as many groups.
             let rows = if element == Element::F16 && cols > 8 { 2 * rows } else { rows };
-            let picked = cases::Picked { rows, source_rows: 257, cursor: false };
+            let selection = cases::Selection { rows, source_rows: 257, cursor: false };
             let shape = [cols, pitch];
-            for case in
-                [cases::gather_rows_u8(element, picked, shape, 3), cases::gather_rows_f32(element, picked, shape, 3)]
-            {
+            for case in [
+                cases::gather_rows_u8(element, selection, shape, 3),
+                cases::gather_rows_f32(element, selection, shape, 3),
+            ] {
                 for skew in [0, 4] {
                     case.verify(&case.region(skew).0, &run(&gpu, &case, skew));
                 }
@@ -173,7 +175,7 @@ fn large_batches_are_gathered_as_small_ones_are() {
     }
 }
 
-/// Here reads do not depend on a branch: the second of three rows is outside the source.
+/// Complete groups are read without a branch; the second of three rows is outside the source.
 fn a_bad_index_gives_a_row_of_nan_among_whole_groups() {
     let gpu = Gpu::new();
     let mut image = vec![0_u8; 1024];
@@ -198,10 +200,10 @@ fn a_bad_index_gives_a_row_of_nan_among_whole_groups() {
             };
             gpu.launch(&rows).unwrap();
         });
-        let found = element.unpack(&after[512..], 3, 16, pitch);
+        let values = element.unpack(&after[512..], 3, 16, pitch);
         let scaled = |first: u32| (first..first + 16).map(|value| 2.0 * value as f32 + 1.0).collect::<Vec<f32>>();
-        assert_eq!((&found[..16], &found[32..]), (&scaled(33)[..], &scaled(1)[..]), "{element:?}");
-        assert!(found[16..32].iter().all(|value| value.is_nan()), "{element:?}");
+        assert_eq!((&values[..16], &values[32..]), (&scaled(33)[..], &scaled(1)[..]), "{element:?}");
+        assert!(values[16..32].iter().all(|value| value.is_nan()), "{element:?}");
     }
 }
 

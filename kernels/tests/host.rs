@@ -1,4 +1,4 @@
-//! The CPU reference against models in `f64`, and what it refuses.
+//! The CPU reference, compared with models in `f64`, and its errors.
 
 #![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
 
@@ -17,7 +17,7 @@ use kernels::{
 use proptest::prelude::*;
 
 #[test]
-fn every_operation_computes_what_it_says() {
+fn operations_match_their_models() {
     for case in cases::all() {
         let (offsets, _) = case.region(0);
         case.verify(&offsets, &case.run_on_host(0));
@@ -25,7 +25,7 @@ fn every_operation_computes_what_it_says() {
 }
 
 #[test]
-fn addresses_need_only_an_elements_alignment() {
+fn addresses_need_only_element_alignment() {
     for case in cases::all() {
         // Linear layers read 16 bytes at a time.
         let skew = if case.is_linear() { 16 } else { 4 };
@@ -35,7 +35,7 @@ fn addresses_need_only_an_elements_alignment() {
 }
 
 #[test]
-fn linear_layers_refuse_what_their_kernels_could_not_read() {
+fn linear_layers_refuse_misaligned_operands() {
     let arena = Arena::new(&[0; 1024]);
     let layer = LinearForward {
         precision: Precision::F16,
@@ -59,7 +59,7 @@ fn linear_layers_refuse_what_their_kernels_could_not_read() {
     let skewed = refusal(LinearForward { weight: BASE + 66, ..layer });
     assert!(matches!(skewed, KernelError::Misaligned { alignment: 16, .. }), "{skewed}");
     let pitch = refusal(LinearForward { x_pitch: 9, ..layer });
-    assert!(pitch.to_string().contains("a row of 9 elements is no multiple of 16 bytes"), "{pitch}");
+    assert!(pitch.to_string().contains("a row of 9 elements is not a multiple of 16 bytes"), "{pitch}");
 }
 
 #[test]
@@ -72,10 +72,10 @@ fn two_runs_give_the_same_bits() {
     }
 }
 
-/// Notes what an operation asks for.
-struct Noted<'a>(&'a Arena, RefCell<Vec<(u64, u64)>>);
+/// Records the ranges that an operation accesses.
+struct RecordingMemory<'a>(&'a Arena, RefCell<Vec<(u64, u64)>>);
 
-impl HostMemory for Noted<'_> {
+impl HostMemory for RecordingMemory<'_> {
     fn translate(&self, addr: u64, bytes: u64) -> Option<NonNull<u8>> {
         self.1.borrow_mut().push((addr, bytes));
         self.0.translate(addr, bytes)
@@ -83,27 +83,28 @@ impl HostMemory for Noted<'_> {
 }
 
 #[test]
-fn an_operation_names_the_buffers_that_it_works_on() {
+fn operations_report_the_buffers_that_they_access() {
     for case in cases::all() {
         let (offsets, image) = case.region(0);
         let arena = Arena::new(&image);
-        let noted = Noted(&arena, RefCell::default());
+        let memory = RecordingMemory(&arena, RefCell::default());
         let operation = (case.build)(&offsets.iter().map(|&offset| BASE + offset as u64).collect::<Vec<u64>>());
-        // SAFETY: the arena is this test's own and outlives the call.
-        unsafe { operation.run_on_host(&noted) }.unwrap();
-        let mut used = noted.1.into_inner();
+        // SAFETY: only this test uses the arena, which outlives the call.
+        unsafe { operation.run_on_host(&memory) }.unwrap();
+        let mut accessed = memory.1.into_inner();
         // The gathered rows depend on data, so the source buffer is not among the buffers known beforehand.
-        used.retain(|(addr, _)| {
+        accessed.retain(|(addr, _)| {
             let begin = |buffer: &usize| BASE + offsets[*buffer] as u64;
             let end = |buffer: &usize| begin(buffer) + case.buffers[*buffer].before.len() as u64;
-            !case.picked.iter().any(|buffer| (begin(buffer)..end(buffer)).contains(addr))
+            !case.selected.iter().any(|buffer| (begin(buffer)..end(buffer)).contains(addr))
         });
-        // A launch that is made of two on the host takes some buffers twice, and may need more of one than either.
-        used.sort_unstable_by_key(|&(addr, bytes)| (addr, std::cmp::Reverse(bytes)));
-        used.dedup_by_key(|(addr, _)| *addr);
-        let mut named = operation.buffers();
-        named.sort_unstable();
-        assert_eq!(named, used, "{}", case.label);
+        // A launch that consists of two operations on the host accesses some buffers twice, and may need more of a
+        // buffer than either.
+        accessed.sort_unstable_by_key(|&(addr, bytes)| (addr, std::cmp::Reverse(bytes)));
+        accessed.dedup_by_key(|(addr, _)| *addr);
+        let mut reported = operation.buffers();
+        reported.sort_unstable();
+        assert_eq!(reported, accessed, "{}", case.label);
     }
 }
 
@@ -111,15 +112,15 @@ fn an_operation_names_the_buffers_that_it_works_on() {
 fn the_cases_cover_every_kernel() {
     let covered: Vec<&str> =
         cases::all().iter().map(|case| (case.build)(&vec![0; case.buffers.len()]).name()).collect();
-    // Those that do many operations have tests of their own.
+    // Every kernel needs a case.
     for name in kernel_names() {
-        assert!(covered.contains(&name), "no case runs {name}");
+        assert!(covered.contains(&name), "{name} has no case");
     }
 }
 
-/// The number of threads of the matrix product is read once a process: the product is made in two fresh ones.
+/// The number of threads of a GEMM is read once per process, so each GEMM runs in a new process.
 #[test]
-fn products_do_not_depend_on_the_number_of_threads() {
+fn gemm_does_not_depend_on_the_number_of_threads() {
     if std::env::var_os("KERNELS_TEST_PRINT_PRODUCT").is_some() {
         let case = cases::gemm(GemmLayout::NT, [128, 500, 784], 1);
         let sum = case.run_on_host(0).iter().fold(0_u64, |sum, &byte| sum.wrapping_mul(31).wrapping_add(byte.into()));
@@ -128,7 +129,7 @@ fn products_do_not_depend_on_the_number_of_threads() {
     }
     let product = |threads: &str| {
         let output = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "products_do_not_depend_on_the_number_of_threads", "--nocapture"])
+            .args(["--exact", "gemm_does_not_depend_on_the_number_of_threads", "--nocapture"])
             .env("KERNELS_TEST_PRINT_PRODUCT", "1")
             .env("MATMUL_NUM_THREADS", threads)
             .output()
@@ -148,7 +149,7 @@ fn run(operation: impl Operation) -> Result<(), KernelError> {
 
 fn run_on(image: &[u8], operation: impl Operation) -> Result<(), KernelError> {
     let arena = Arena::new(image);
-    // SAFETY: the arena is this test's own and outlives the call.
+    // SAFETY: only this test uses the arena, which outlives the call.
     let outcome = unsafe { operation.run_on_host(&arena) };
     if outcome.is_err() {
         assert!(arena.contents() == image, "a refused operation has written");
@@ -221,7 +222,7 @@ fn update(precision: Precision) -> LinearUpdate {
 }
 
 #[test]
-fn pitches_batches_and_cursors_that_cannot_be_are_refused() {
+fn invalid_pitches_batches_and_cursors_are_refused() {
     let refusal = |outcome: Result<(), KernelError>| outcome.unwrap_err().to_string();
     assert_eq!(run(layer(Precision::F32)), Ok(()));
     let narrow = LinearForward { weight_pitch: 3, ..layer(Precision::Bf16) };
@@ -245,15 +246,15 @@ fn pitches_batches_and_cursors_that_cannot_be_are_refused() {
     };
     assert_eq!(refusal(run(labels)), "gather_labels: batch is 1, below 2");
     assert_eq!(run(GatherLabels { batch: 2, ..labels }), Ok(()));
-    let nothing_to_advance = SoftmaxLoss { advance: true, ..loss() };
-    assert_eq!(refusal(run(nothing_to_advance)), "softmax_loss: there is no cursor to advance");
+    let without_cursor = SoftmaxLoss { advance: true, ..loss() };
+    assert_eq!(refusal(run(without_cursor)), "softmax_loss: advance needs a cursor");
     let dense = SoftmaxLoss { dlogits: Some(BASE + 128), ..loss() };
     assert_eq!(refusal(run(dense)), "softmax_loss: dlogits_pitch is 0, below 1");
 }
 
 #[test]
 fn a_cursor_beyond_the_memory_is_refused() {
-    // Bytes 128..132 hold the number of the step.
+    // Bytes 128..132 contain the number of the step.
     let mut image = vec![0; 4096];
     image[128..132].fill(0xff);
     let labels = GatherLabels {
@@ -270,7 +271,7 @@ fn a_cursor_beyond_the_memory_is_refused() {
 }
 
 #[test]
-fn only_halves_have_master_weights() {
+fn only_16_bit_weights_have_master_weights() {
     let sgd = Sgd {
         element: Element::F32,
         len: 4,
@@ -279,7 +280,7 @@ fn only_halves_have_master_weights() {
         weights: BASE + 64,
         master: Some(BASE + 128),
     };
-    assert_eq!(run(sgd).unwrap_err().to_string(), "sgd: f32 weights have no master weights");
+    assert_eq!(run(sgd).unwrap_err().to_string(), "sgd: f32 weights cannot have master weights");
     assert_eq!(run(Sgd { element: Element::Bf16, ..sgd }), Ok(()));
     for precision in Precision::ALL {
         let outcome = run(LinearUpdate { master: Some(BASE + 512), ..update(precision) });
@@ -289,7 +290,7 @@ fn only_halves_have_master_weights() {
 }
 
 #[test]
-fn only_f32_is_converted_from_and_to() {
+fn conversion_needs_f32_on_one_side() {
     let convert = |from, to| run(ConvertElements { len: 4, from, to, x: BASE, y: BASE + 64 });
     for half in [Element::Bf16, Element::F16] {
         assert_eq!((convert(Element::F32, half), convert(half, Element::F32)), (Ok(()), Ok(())));
@@ -297,11 +298,11 @@ fn only_f32_is_converted_from_and_to() {
     }
     assert!(matches!(convert(Element::F32, Element::F32), Err(KernelError::Shape { .. })));
     let message = convert(Element::Bf16, Element::F16).unwrap_err().to_string();
-    assert_eq!(message, "convert: there is no conversion from Bf16 to F16");
+    assert_eq!(message, "convert: conversion from Bf16 to F16 is not supported; one type must be F32");
 }
 
 #[test]
-fn halves_halve_the_traffic() {
+fn work_of_16_bit_types_has_half_the_bytes() {
     let relu = |element| Relu { element, len: 1000, x: 0, y: 0 }.work();
     assert_eq!((relu(Element::F32).bytes, relu(Element::F16).bytes), (8000, 4000));
     // 250 and 125 threads of 16 bytes.
@@ -320,7 +321,7 @@ fn a_linear_kernel_is_named_after_its_precision() {
     for precision in Precision::ALL {
         let prefix = |product: &str| format!("linear_{product}_{}_", precision.name());
         assert!(layer(precision).name().starts_with(&prefix("forward")));
-        // It is the gradient's kernel that steps the weights.
+        // The gradient's kernel updates the weights.
         assert!(update(precision).name().starts_with(&prefix("gradient")));
         assert!(kernel_names().any(|name| name == update(precision).name()));
     }
@@ -343,9 +344,9 @@ fn sizes_that_overflow_are_refused() {
     assert!(matches!(run(Gemm { m: u32::MAX, ..product() }), Err(KernelError::Shape { .. })));
     assert!(matches!(run(Fill { len: u64::MAX, value: 1.0, out: BASE }), Err(KernelError::Shape { .. })));
     assert!(matches!(run(Fill { len: 1 << 62, value: 1.0, out: BASE }), Err(KernelError::Shape { .. })));
-    let everything = CountCorrect { rows: u32::MAX, classes: u32::MAX, logits: BASE, labels: BASE, out: BASE };
-    assert_eq!(everything.work().bytes, u64::MAX);
-    assert!(matches!(run(everything), Err(KernelError::Shape { .. })));
+    let overflowing = CountCorrect { rows: u32::MAX, classes: u32::MAX, logits: BASE, labels: BASE, out: BASE };
+    assert_eq!(overflowing.work().bytes, u64::MAX);
+    assert!(matches!(run(overflowing), Err(KernelError::Shape { .. })));
 }
 
 #[test]
@@ -376,14 +377,14 @@ fn an_output_may_not_overlap_another_buffer() {
     assert!(matches!(run(relu(BASE)), Err(KernelError::Overlap { .. })));
     assert!(matches!(run(Gemm { c: BASE, ..product() }), Err(KernelError::Overlap { .. })));
     assert_eq!(run(relu(BASE + 64)), Ok(()));
-    // Sixteen halves are half as long.
+    // Sixteen 16-bit elements have half the length.
     assert_eq!(run(Relu { element: Element::F16, ..relu(BASE + 32) }), Ok(()));
-    // Inputs may share memory: X·X is a product too.
+    // Inputs may share memory: X·X is a GEMM, too.
     assert_eq!(run(Gemm { b: BASE, ..product() }), Ok(()));
     let element = Element::F32;
     let weights = Sgd { element, len: 16, learning_rate: 0.1, gradient: BASE, weights: BASE + 32, master: None };
     assert!(matches!(run(weights), Err(KernelError::Overlap { .. })));
-    // Nor the masters their weights, nor the sums of blocks the gradient.
+    // Master weights must not overlap their weights, nor the workspace the tickets.
     let halves = Sgd { element: Element::F16, weights: BASE + 64, master: Some(BASE + 80), ..weights };
     assert!(matches!(run(halves), Err(KernelError::Overlap { .. })));
     let shared = SoftmaxLoss { rows: 129, labels: BASE + 1024, workspace: BASE + 2048, ..loss() };
@@ -393,7 +394,7 @@ fn an_output_may_not_overlap_another_buffer() {
 
 #[test]
 fn labels_and_indices_out_of_range_are_refused() {
-    // Position 1 of the labels or indices, which lie at 64, holds a 5.
+    // Position 1 of the labels or indices, which are at 64, is 5.
     let mut image = vec![0; 4096];
     image[68] = 5;
     let [first, second, third, fourth] = [BASE, BASE + 64, BASE + 128, BASE + 192];
@@ -452,11 +453,11 @@ fn labels_and_indices_out_of_range_are_refused() {
 }
 
 #[test]
-fn nan_survives_the_rectifier() {
+fn relu_preserves_nan() {
     let mut image = vec![0; 64];
     image[..4].copy_from_slice(&f32::NAN.to_ne_bytes());
     let arena = Arena::new(&image);
-    // SAFETY: the arena is this test's own and outlives the call.
+    // SAFETY: only this test uses the arena, which outlives the call.
     unsafe { Relu { element: Element::F32, len: 1, x: BASE, y: BASE + 32 }.run_on_host(&arena) }.unwrap();
     assert!(f32::from_ne_bytes(arena.contents()[32..36].try_into().unwrap()).is_nan());
 }
@@ -471,7 +472,7 @@ fn any_small_case() -> impl Strategy<Value = common::Case> {
     (0..21_usize, sizes, options, any::<u64>()).prop_map(|(operation, (m, n, k, more), options, seed)| {
         let (element, precision, flag) = (options.0, Precision::ALL[options.1], options.2);
         let (len, matrix) = (u64::from(m) * u64::from(n), [m, n, n + more]);
-        let picked = cases::Picked { rows: m, source_rows: k, cursor: flag };
+        let selection = cases::Selection { rows: m, source_rows: k, cursor: flag };
         let half = if element == Element::F32 { Element::F16 } else { element };
         let (layer, variant) = ([m, n, k], u32::from(flag));
         match operation {
@@ -485,9 +486,9 @@ fn any_small_case() -> impl Strategy<Value = common::Case> {
             9 => cases::mean_loss(m, flag, seed),
             10 => cases::count_correct(m, n, seed),
             11 => cases::sgd(half, flag, len, seed),
-            12 => cases::gather_rows_u8(element, picked, [n, n + more], seed),
-            13 => cases::gather_rows_f32(element, picked, [n, n + more], seed),
-            14 => cases::gather_labels(picked, seed),
+            12 => cases::gather_rows_u8(element, selection, [n, n + more], seed),
+            13 => cases::gather_rows_f32(element, selection, [n, n + more], seed),
+            14 => cases::gather_labels(selection, seed),
             15 => cases::softmax_loss(element, matrix, (cases::TRAINING, flag), seed),
             16 => cases::convert(
                 if flag { half } else { Element::F32 },
@@ -505,7 +506,7 @@ fn any_small_case() -> impl Strategy<Value = common::Case> {
 
 proptest! {
     #[test]
-    fn any_small_shape_is_computed_right(case in any_small_case()) {
+    fn small_shapes_match_their_models(case in any_small_case()) {
         let (offsets, _) = case.region(0);
         case.verify(&offsets, &case.run_on_host(0));
     }

@@ -1,4 +1,4 @@
-//! Loading and launching the kernels of the linear layers: a module for each precision, loaded when it is first wanted.
+//! Loading and launching the kernels of the linear layers: one module for each precision, loaded on first use.
 
 use cudarc::driver::sys::CUstream;
 
@@ -42,19 +42,19 @@ pub(super) const PTX: [Ptx; 4] = [ptx!("linear_f32"), ptx!("linear_tf32"), ptx!(
 /// The kernels of one precision, loaded.
 pub(super) struct LinearKernels {
     module: Module,
-    /// On a GPU that has warpgroups.
+    /// `Some` on a GPU with warpgroups.
     warpgroup: Option<WarpgroupKernels>,
 }
 
 impl Plan {
-    fn place(&self) -> usize {
+    fn kernel_index(&self) -> usize {
         let first = match self.product {
             Product::Forward => 0,
             Product::Input => 5,
             Product::Gradient | Product::Update => 10,
         };
         let within = self.product.tiles().iter().position(|tile| *tile == self.tile);
-        first + within.expect("a plan has one of its product's tiles")
+        first + within.expect("the plan's tile is one of its product's tiles")
     }
 
     /// Name of the kernel.
@@ -62,13 +62,13 @@ impl Plan {
         if self.tile.needs_warpgroups() {
             return warpgroup::name(self.product, self.precision, self.tile);
         }
-        NAMES[self.precision as usize][self.place()]
+        NAMES[self.precision as usize][self.kernel_index()]
     }
 }
 
 impl CudaKernels {
-    /// Loads the kernels of a precision, if they are not there yet. The first launch does so too, but must not while a
-    /// stream is captured into a graph.
+    /// Loads the kernels of a precision, unless they are loaded. The first launch does so, too, but loading is not
+    /// allowed during a stream capture.
     ///
     /// # Errors
     ///
@@ -77,7 +77,7 @@ impl CudaKernels {
         self.linear(precision).map(|_| ())
     }
 
-    /// True if launches with this tile use it; otherwise they use another that the GPU has.
+    /// Returns true if launches with this tile use it on this GPU; otherwise they use another tile.
     #[must_use]
     pub fn has(&self, tile: Tile) -> bool {
         self.warpgroups.is_some() || !tile.needs_warpgroups()
@@ -94,7 +94,7 @@ impl CudaKernels {
         let kernels: Vec<(&'static str, u32)> = tiles
             .map(|(product, tile)| {
                 let plan = Plan::with(product, precision, [1, 1, 1], Choice { tile, splits: 1 });
-                // As much shared memory as its tile needs, which can be more than launches get unasked.
+                // The kernel may need more shared memory than the default limit of a launch.
                 (plan.kernel(), plan.shared_bytes.min(self.shared_limit))
             })
             .collect();
@@ -106,34 +106,34 @@ impl CudaKernels {
                 return Err(error);
             }
         };
-        // Another thread may have been faster; its module is as good, and this one goes.
+        // If another thread was faster, its module is used and this one is unloaded.
         slot.set(LinearKernels { module, warpgroup }).unwrap_or_else(|spare| spare.unload());
-        Ok(slot.get().expect("a slot that was set holds a value"))
+        Ok(slot.get().expect("the slot was set above"))
     }
 
-    /// The launch of a plan on this GPU.
-    fn taken(&self, kernels: &LinearKernels, plan: &Plan, shape: [u32; 3]) -> Plan {
+    /// The plan that a launch uses on this GPU.
+    fn supported_plan(&self, kernels: &LinearKernels, plan: &Plan, shape: [u32; 3]) -> Plan {
         let has_warpgroups = kernels.warpgroup.is_some();
         let plan = if has_warpgroups { *plan } else { plan.portable(shape) };
-        // If the planned tile does not fit a multiprocessor or is unavailable, a smaller tile without split k replaces
+        // If the planned tile does not fit a multiprocessor or is unavailable, a smaller tile without split-k replaces
         // it.
         let smaller = || {
             let gradient = matches!(plan.product, Product::Gradient | Product::Update);
             let tile = if gradient { Tile::Fine } else { Tile::Thin16 };
             Plan::with(plan.product, plan.precision, shape, Choice { tile, splits: 1 })
         };
-        let is_there = has_warpgroups || !plan.tile.needs_warpgroups();
+        let is_available = has_warpgroups || !plan.tile.needs_warpgroups();
         let streams = plan.tile != Tile::Streamed || crate::plan::streams(shape);
         let fits = plan.shared_bytes <= self.shared_limit;
-        if is_there && streams && fits { plan } else { smaller() }
+        if is_available && streams && fits { plan } else { smaller() }
     }
 
-    /// Name of the kernel that a launch on this GPU makes of a plan.
+    /// Name of the kernel that a launch of this plan uses on this GPU.
     pub(crate) fn kernel_of(&self, plan: &Plan, shape: [u32; 3]) -> Result<&'static str, KernelError> {
-        Ok(self.taken(self.linear(plan.precision)?, plan, shape).kernel())
+        Ok(self.supported_plan(self.linear(plan.precision)?, plan, shape).kernel())
     }
 
-    /// Queues a linear layer's product on `stream`.
+    /// Queues a linear layer's GEMM on `stream`.
     ///
     /// # Safety
     ///
@@ -146,16 +146,17 @@ impl CudaKernels {
         arguments: &LinearArguments,
     ) -> Result<(), KernelError> {
         let kernels = self.linear(plan.precision)?;
-        let plan = self.taken(kernels, plan, [arguments.m, arguments.n, arguments.k]);
+        let plan = self.supported_plan(kernels, plan, [arguments.m, arguments.n, arguments.k]);
         let arguments = LinearArguments { splits: plan.splits, ..*arguments };
         if let (true, Some(warpgroup)) = (plan.tile.needs_warpgroups(), &kernels.warpgroup) {
-            // SAFETY: the caller vouches for the addresses, and the plan's tile is one of these.
+            // SAFETY: the caller guarantees the addresses, and the plan's tile has warpgroups.
             return unsafe { warpgroup.launch(&plan, stream, &arguments) };
         }
-        let function = kernels.module.functions[plan.place()];
+        let function = kernels.module.functions[plan.kernel_index()];
         let blocks = grid(plan.kernel(), plan.blocks)?;
         let shape = LaunchShape { blocks, threads: THREADS, shared_bytes: plan.shared_bytes };
-        // SAFETY: the function is loaded as long as `self` lives and takes this struct; the caller vouches for the rest.
+        // SAFETY: the function is loaded as long as `self` lives, and takes this struct; the caller guarantees the
+        // rest.
         unsafe { queue(function, shape, stream, [argument(&arguments)]) }
     }
 }

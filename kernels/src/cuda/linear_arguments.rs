@@ -26,12 +26,12 @@ pub(crate) struct LinearArguments {
 impl LinearArguments {
     /// Negative sums become zero.
     pub(crate) const RELU: u32 = 1;
-    /// The output is f32 whatever the precision.
+    /// The output is f32, whatever the precision.
     pub(crate) const OUT_F32: u32 = 2;
-    /// Steps the weights instead of writing their gradient.
+    /// Updates the weights instead of writing their gradient.
     pub(crate) const STEP: u32 = 4;
 
-    /// Nothing but what blocks share; the plan says how many do.
+    /// Only the memory for split-k is set; the plan sets the number of splits.
     pub(crate) fn new(workspace: u64, tickets: u64) -> Self {
         Self { workspace, tickets, splits: 1, scale: 1.0, ..Self::default() }
     }

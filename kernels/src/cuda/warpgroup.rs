@@ -1,5 +1,5 @@
-//! Loading and launching the linear layers' kernels that take warpgroups and the copy engine: compute capability 9.0 and
-//! tensor cores; a module for each precision.
+//! Loading and launching the linear layers' kernels with warpgroups and TMA, for compute capability 9.0 and tensor
+//! cores; one module for each precision.
 
 use std::ffi::c_void;
 use std::mem::MaybeUninit;
@@ -15,8 +15,8 @@ use crate::error::KernelError;
 use crate::plan::{Choice, Plan, Product, Tile, streams};
 use crate::storage::{Element, Precision};
 
-/// Products and tiles in the order of the kernels, of 16-bit types.
-const HALF_PLACES: [(Product, Tile); 6] = [
+/// Products and tiles of the kernels of 16-bit types, in the order of their names.
+const HALF_KERNELS: [(Product, Tile); 6] = [
     (Product::Forward, Tile::Warpgroup),
     (Product::Forward, Tile::WarpgroupThin),
     (Product::Input, Tile::Warpgroup),
@@ -24,8 +24,8 @@ const HALF_PLACES: [(Product, Tile); 6] = [
     (Product::Gradient, Tile::Warpgroup),
     (Product::Update, Tile::Streamed),
 ];
-/// As above, of tf32.
-const TF32_PLACES: [(Product, Tile); 2] = [(Product::Forward, Tile::Warpgroup), (Product::Gradient, Tile::Warpgroup)];
+/// The same for tf32.
+const TF32_KERNELS: [(Product, Tile); 2] = [(Product::Forward, Tile::Warpgroup), (Product::Gradient, Tile::Warpgroup)];
 
 macro_rules! half_names {
     ($precision:literal) => {
@@ -55,20 +55,20 @@ fn index(precision: Precision) -> Option<usize> {
     }
 }
 
-fn places(precision: Precision) -> &'static [(Product, Tile)] {
-    if precision.element() == Element::F32 { &TF32_PLACES } else { &HALF_PLACES }
+fn kernels_of(precision: Precision) -> &'static [(Product, Tile)] {
+    if precision.element() == Element::F32 { &TF32_KERNELS } else { &HALF_KERNELS }
 }
 
-fn place(product: Product, precision: Precision, tile: Tile) -> usize {
-    // An update in tiles that do not stream is a gradient's epilogue.
+fn kernel_index(product: Product, precision: Precision, tile: Tile) -> usize {
+    // An update with tiles that do not stream is an epilogue of the gradient's kernel.
     let product = if tile == Tile::Warpgroup && product == Product::Update { Product::Gradient } else { product };
-    let found = places(precision).iter().position(|place| *place == (product, tile));
-    found.expect("a plan has one of its product's tiles")
+    let index = kernels_of(precision).iter().position(|kernel| *kernel == (product, tile));
+    index.expect("the plan's tile is one of its product's tiles")
 }
 
 /// Name of the kernel of a tile with warpgroups.
 pub(super) fn name(product: Product, precision: Precision, tile: Tile) -> &'static str {
-    NAMES[index(precision).expect("multiply-adds have no such tiles")][place(product, precision, tile)]
+    NAMES[index(precision).expect("f32 has no tiles with warpgroups")][kernel_index(product, precision, tile)]
 }
 
 /// The kernels of one precision, loaded.
@@ -81,14 +81,14 @@ impl WarpgroupKernels {
     /// Loads the kernels of a precision, if it has any.
     pub(super) fn load(precision: Precision, multiprocessors: u32) -> Result<Option<Self>, KernelError> {
         let Some(index) = index(precision) else { return Ok(None) };
-        let planned = places(precision).iter().map(|&(product, tile)| {
+        let shared_bytes = kernels_of(precision).iter().map(|&(product, tile)| {
             Plan::with(product, precision, [64, 64, 64], Choice { tile, splits: 1 }).shared_bytes
         });
-        let kernels: Vec<(&'static str, u32)> = NAMES[index].iter().copied().zip(planned).collect();
+        let kernels: Vec<(&'static str, u32)> = NAMES[index].iter().copied().zip(shared_bytes).collect();
         Ok(Some(Self { module: Module::load(&PTX[index], &kernels)?, multiprocessors }))
     }
 
-    /// Queues a product on `stream`.
+    /// Queues a GEMM on `stream`.
     ///
     /// # Safety
     ///
@@ -100,13 +100,15 @@ impl WarpgroupKernels {
         arguments: &LinearArguments,
     ) -> Result<(), KernelError> {
         let LinearArguments { m, n, k, a_pitch, b_pitch, out_pitch, .. } = *arguments;
-        debug_assert!(plan.tile != Tile::Streamed || streams([m, n, k]), "plans stream only what can");
+        debug_assert!(plan.tile != Tile::Streamed || streams([m, n, k]), "plans stream only shapes that can stream");
         let (rows, cols) = if plan.tile == Tile::WarpgroupThin { (32, 64) } else { (128, 128) };
         let element = plan.precision.element();
-        // A box is 128 bytes wide. The kernels' stages have as many steps of k, or as many as there are examples.
+        // A TMA box is 128 bytes wide. A stage has as many steps of k as fit in 128 bytes, or 32 if a streamed update
+        // has at most 32 examples.
         let wide = if element == Element::F32 { 32 } else { 64 };
         let depth = if plan.tile == Tile::Streamed && k <= 32 { 32 } else { wide };
-        // With k along the rows a box has all lines of a tile, else as many as are 128 bytes, and all steps.
+        // If k is contiguous, a box has all lines of a tile; otherwise it has 128 bytes of lines, and all steps of k of
+        // a stage.
         let operand = |address, k_contiguous, lines, pitch, tile_lines| {
             if k_contiguous {
                 tensor_map(element, address, [k, lines], pitch, [wide, tile_lines])
@@ -119,14 +121,15 @@ impl WarpgroupKernels {
         let b = operand(arguments.b, b_contiguous, n, b_pitch, cols)?;
         let streamed = plan.tile == Tile::Streamed;
         let out = if streamed { tensor_map(element, arguments.out, [n, m], out_pitch, [64, 64])? } else { a };
-        // Some blocks stay, one on each multiprocessor, and take tile after tile.
-        let stay = streamed || element == Element::F32;
-        let blocks = if stay { plan.blocks.min(self.multiprocessors.into()) } else { plan.blocks };
+        // Streamed updates and f32 use persistent blocks: one on each multiprocessor, which processes several tiles.
+        let persistent = streamed || element == Element::F32;
+        let blocks = if persistent { plan.blocks.min(self.multiprocessors.into()) } else { plan.blocks };
         let blocks = grid(plan.kernel(), blocks)?;
         let arguments = [argument(arguments), argument(&a), argument(&b), argument(&out)];
-        let function = self.module.functions[place(plan.product, plan.precision, plan.tile)];
+        let function = self.module.functions[kernel_index(plan.product, plan.precision, plan.tile)];
         let shape = LaunchShape { blocks, threads: plan.threads(), shared_bytes: plan.shared_bytes };
-        // SAFETY: the function is loaded as long as `self` lives and takes these four; the caller vouches for the rest.
+        // SAFETY: the function is loaded as long as `self` lives, and takes these four arguments; the caller guarantees
+        // the rest.
         unsafe { queue(function, shape, stream, arguments) }
     }
 
@@ -135,8 +138,8 @@ impl WarpgroupKernels {
     }
 }
 
-/// A matrix as the copy engine sees it, `[cols, rows]`, with rows of 128 bytes swizzled in shared memory.
-/// A calculation on the host: nothing of it stays with the driver.
+/// TMA descriptor of a matrix `[cols, rows]`, whose boxes have rows of 128 bytes, swizzled in shared memory. The driver
+/// computes it on the host and keeps no reference to it.
 fn tensor_map(
     element: Element,
     address: u64,
@@ -147,13 +150,13 @@ fn tensor_map(
     let mut map = MaybeUninit::uninit();
     let sizes = [u64::from(cols), u64::from(rows)];
     let strides = [u64::from(pitch) * element.bytes()];
-    // Bits as they are.
+    // Integer types, so that the bits are copied unchanged.
     let kind = match element {
         Element::F32 => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT32,
         Element::Bf16 | Element::F16 => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT16,
     };
     let (boxes, steps) = ([box_cols, box_rows], [1, 1]);
-    // SAFETY: the arrays have as many entries as a matrix asks for, and the driver writes the map if it succeeds.
+    // SAFETY: the arrays have the two entries that a matrix requires, and the driver writes the map if it succeeds.
     unsafe {
         sys::cuTensorMapEncodeTiled(
             map.as_mut_ptr(),

@@ -1,4 +1,4 @@
-//! Number of rows that a classifier gets right; kernel in `cuda/accuracy.cu`.
+//! Number of correct predictions; kernel in `cuda/accuracy.cu`.
 
 use cudarc::driver::sys::CUstream;
 
@@ -8,8 +8,8 @@ use crate::error::KernelError;
 use crate::host::{HostBuffers, check_range};
 use crate::operation::{Definition, Work};
 
-/// `out[0]` = number of rows whose label is the first class with the greatest logit. NaN is never the greatest; a row of
-/// nothing but NaN and −∞ is class 0.
+/// `out[0]` = number of rows whose label is the first class with the largest logit. NaN is never the maximum; a row
+/// with only NaN and −∞ gives class 0.
 ///
 /// A label that is not a class is an error on the host; on a GPU the row counts as wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -58,7 +58,7 @@ impl Definition for CountCorrect {
 
     unsafe fn queue(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
         let arguments = arguments![self.logits, self.labels, self.out, self.rows, self.classes];
-        // SAFETY: three addresses and two u32, as `accuracy.cu` declares; the caller vouches for the addresses.
+        // SAFETY: three addresses and two u32, as `accuracy.cu` declares; the caller guarantees the addresses.
         unsafe { cuda.launch(Kernel::CountCorrect, 1, COUNT_THREADS, stream, arguments) }
     }
 

@@ -75,7 +75,7 @@ impl Definition for AddBias {
 
     unsafe fn queue(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
         let arguments = arguments![self.x, self.bias, self.y, self.rows, self.cols, self.pitch];
-        // SAFETY: three addresses and three u32, as `bias.cu` declares; the caller vouches for the addresses.
+        // SAFETY: three addresses and three u32, as `bias.cu` declares; the caller guarantees the addresses.
         unsafe { cuda.launch(self.kernel(), self.work().blocks, ELEMENTWISE_THREADS, stream, arguments) }
     }
 
@@ -101,7 +101,7 @@ pub struct BiasGradient {
     pub db: u64,
 }
 
-/// A block takes this many columns, and this many warps share out the rows.
+/// A block processes this number of columns, and this number of warps divides the rows.
 const BLOCK_COLS: u64 = 32;
 const PARTITIONS: u64 = 8;
 const BIAS_GRADIENT_THREADS: u32 = (BLOCK_COLS * PARTITIONS) as u32;
@@ -145,7 +145,7 @@ impl Definition for BiasGradient {
 
     unsafe fn queue(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
         let arguments = arguments![self.dy, self.db, self.rows, self.cols, self.pitch];
-        // SAFETY: two addresses and three u32, as `bias.cu` declares; the caller vouches for the addresses.
+        // SAFETY: two addresses and three u32, as `bias.cu` declares; the caller guarantees the addresses.
         unsafe { cuda.launch(self.kernel(), self.work().blocks, BIAS_GRADIENT_THREADS, stream, arguments) }
     }
 

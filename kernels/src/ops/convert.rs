@@ -1,4 +1,4 @@
-//! From one element type to another; kernels in `cuda/convert.cu`.
+//! Conversion between element types; kernels in `cuda/convert.cu`.
 
 use cudarc::driver::sys::CUstream;
 
@@ -9,14 +9,14 @@ use crate::host::HostBuffers;
 use crate::operation::{Definition, Work};
 use crate::storage::{Element, Stored, with_stored};
 
-/// `y = x` in another type: from f32 to a half, to nearest with ties to even, or from a half to f32, exactly.
+/// `y = x` in another type: from f32 to bf16 or f16, to nearest with ties to even; or from these to f32, exactly.
 ///
 /// A NaN stays a NaN, but not always with the same bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ConvertElements {
-    /// Number of elements; of a matrix with a pitch, those between its rows count too.
+    /// Number of elements; for a matrix with a pitch, including the padding between its rows.
     pub len: u64,
-    /// Type of `x`. One of `from` and `to` is f32, the other a half.
+    /// Type of `x`. One of `from` and `to` is f32, and the other bf16 or f16.
     pub from: Element,
     /// Type of `y`.
     pub to: Element,
@@ -43,7 +43,7 @@ impl ConvertElements {
     fn conversion(&self) -> Result<Kernel, KernelError> {
         self.kernel().ok_or_else(|| KernelError::Shape {
             operation: self.name(),
-            what: format!("there is no conversion from {:?} to {:?}", self.from, self.to),
+            what: format!("conversion from {:?} to {:?} is not supported; one type must be F32", self.from, self.to),
         })
     }
 
@@ -82,7 +82,7 @@ impl Definition for ConvertElements {
 
     unsafe fn queue(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
         let arguments = arguments![self.x, self.y, self.len];
-        // SAFETY: two addresses and a u64, as `convert.cu` declares; the caller vouches for the addresses.
+        // SAFETY: two addresses and a u64, as `convert.cu` declares; the caller guarantees the addresses.
         unsafe { cuda.launch(self.conversion()?, self.work().blocks, ELEMENTWISE_THREADS, stream, arguments) }
     }
 

@@ -38,7 +38,7 @@ impl Definition for Fill {
 
     unsafe fn queue(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
         let arguments = arguments![self.out, self.len, self.value.to_bits()];
-        // SAFETY: an address, a u64 and an f32, as `fill.cu` declares; the caller vouches for the address.
+        // SAFETY: an address, a u64 and an f32, as `fill.cu` declares; the caller guarantees the address.
         unsafe { cuda.launch(Kernel::Fill, self.work().blocks, ELEMENTWISE_THREADS, stream, arguments) }
     }
 

@@ -1,7 +1,7 @@
-//! Picking a batch out of a data set that lies on the device; kernels in `cuda/gather.cu`.
+//! Gathering a batch from a data set in device memory; kernels in `cuda/gather.cu`.
 //!
-//! With a cursor, `indices` is the order of the whole data set, and a launch takes the part of the step that the cursor
-//! counts: `rows` indices from number `batch · cursor` on.
+//! With a cursor, `indices` is the order of the whole data set. A launch reads the `rows` indices from number `batch ·
+//! cursor`, where `cursor` is the number of the step.
 
 use super::{
     ELEMENTWISE_THREADS, F32, U32, area, at_step, check_room, check_sizes, elementwise_blocks, groups, or_null, span,
@@ -19,7 +19,7 @@ use cudarc::driver::sys::CUstream;
 /// Type of a data set's values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SourceElement {
-    /// Bytes, as images come.
+    /// Bytes, for images.
     U8,
     /// `f32`.
     F32,
@@ -27,7 +27,7 @@ pub enum SourceElement {
 
 /// `out[r,c] = source[indices[r],c] · scale + shift`, with a fused multiply-add, rounded to the output's type.
 ///
-/// An index outside the source is an error on the host; on a GPU it reads nothing and gives a row of NaN.
+/// An index outside the source is an error on the host; a GPU reads nothing and writes a row of NaN.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct GatherRows {
     /// Type of the data set.
@@ -40,7 +40,7 @@ pub struct GatherRows {
     pub cols: u32,
     /// Elements from one row of the output to the next.
     pub pitch: u32,
-    /// Rows that each step but a last one takes; without a cursor any value.
+    /// Rows of each step except the last, which may have fewer; unused without a cursor.
     pub batch: u32,
     /// Address of the data set, `[source_rows,cols]`.
     pub source: u64,
@@ -48,7 +48,7 @@ pub struct GatherRows {
     pub source_rows: u32,
     /// Address of the row numbers, `u32[rows]`, each below `source_rows`; with a cursor, the row numbers of step 0.
     pub indices: u64,
-    /// Address of the number of the step, `u32[1]`, if the batch is to be found by it.
+    /// Address of the number of the step, `u32[1]`, if it selects the batch.
     pub cursor: Option<u64>,
     /// Factor.
     pub scale: f32,
@@ -58,16 +58,16 @@ pub struct GatherRows {
     pub out: u64,
 }
 
-/// Groups of 16 bytes that a thread takes in a launch of many, as `gather.cu` has it: it asks for all of them at once, so
-/// that more is on its way than the threads of a GPU alone could ask for.
-const MOST_GROUPS: u64 = 4;
+/// Number of 16-byte groups per thread in a large launch, as in `gather.cu`. A thread issues the loads of all its
+/// groups before it uses the first, so more loads are in flight.
+const MAX_GROUPS: u64 = 4;
 /// Minimum number of blocks (at one group a thread) for several groups a thread: about a thousand blocks remain, as
 /// many as a large GPU runs simultaneously.
 const MANY_BLOCKS: u64 = 4096;
 
 /// Number of groups that each thread processes.
 fn groups_each(groups: u64) -> u64 {
-    if elementwise_blocks(groups) >= MANY_BLOCKS { MOST_GROUPS } else { 1 }
+    if elementwise_blocks(groups) >= MANY_BLOCKS { MAX_GROUPS } else { 1 }
 }
 
 impl GatherRows {
@@ -153,7 +153,7 @@ impl Definition for GatherRows {
             self.shift.to_bits(),
             each
         ];
-        // SAFETY: four addresses, five u32, two f32 and a u32, as `gather.cu` declares; the caller vouches for the
+        // SAFETY: four addresses, five u32, two f32 and a u32, as `gather.cu` declares; the caller guarantees the
         // addresses.
         unsafe { cuda.launch(self.kernel(), self.work().blocks, ELEMENTWISE_THREADS, stream, arguments) }
     }
@@ -170,7 +170,7 @@ fn check_batch(operation: &'static str, rows: u32, batch: u32, cursor: Option<u6
     if cursor.is_some() { check_room(operation, [("batch", batch, rows)]) } else { Ok(()) }
 }
 
-/// The indices of the step, after the cursor if there is one.
+/// The indices of the step that the cursor selects, if there is one.
 fn batch_indices<'m>(
     buffers: &mut HostBuffers<'m>,
     indices: u64,
@@ -183,7 +183,8 @@ fn batch_indices<'m>(
     buffers.read::<u32>(first, rows.into())
 }
 
-/// Address and bytes of a launch's read at a known address: with a cursor, the cursor, on which the indices depend.
+/// Address and size of the read whose address is known before the launch: with a cursor the cursor, because the address
+/// of the indices depends on it.
 fn indices_or_cursor(indices: u64, rows: u32, cursor: Option<u64>) -> (u64, u64) {
     cursor.map_or((indices, total([(rows.into(), U32)])), |cursor| (cursor, U32))
 }
@@ -195,7 +196,7 @@ fn indices_or_cursor(indices: u64, rows: u32, cursor: Option<u64>) -> (u64, u64)
 pub struct GatherLabels {
     /// Labels to gather: the batch.
     pub rows: u32,
-    /// Labels that each step but a last one takes; without a cursor any value.
+    /// Labels of each step except the last, which may have fewer; unused without a cursor.
     pub batch: u32,
     /// Address of the data set's labels, `u8[source_rows]`.
     pub source: u64,
@@ -203,7 +204,7 @@ pub struct GatherLabels {
     pub source_rows: u32,
     /// Address of the row numbers, `u32[rows]`, each below `source_rows`; with a cursor, the row numbers of step 0.
     pub indices: u64,
-    /// Address of the number of the step, `u32[1]`, if the batch is to be found by it.
+    /// Address of the number of the step, `u32[1]`, if it selects the batch.
     pub cursor: Option<u64>,
     /// Address of the output, `u32[rows]`, written.
     pub out: u64,
@@ -238,7 +239,7 @@ impl Definition for GatherLabels {
             self.batch,
             self.source_rows
         ];
-        // SAFETY: four addresses and three u32, as `gather.cu` declares; the caller vouches for the addresses.
+        // SAFETY: four addresses and three u32, as `gather.cu` declares; the caller guarantees the addresses.
         unsafe { cuda.launch(Kernel::GatherLabels, self.work().blocks, ELEMENTWISE_THREADS, stream, arguments) }
     }
 
@@ -254,7 +255,7 @@ impl Definition for GatherLabels {
     }
 }
 
-/// `cursor[0] += 1`, the last launch of a step.
+/// `cursor[0] += 1`, as the last launch of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AdvanceCursor {
     /// Address of the number of the step, `u32[1]`, read and written.
@@ -279,7 +280,7 @@ impl Definition for AdvanceCursor {
     }
 
     unsafe fn queue(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
-        // SAFETY: an address, as `cursor.cu` declares; the caller vouches for it.
+        // SAFETY: an address, as `cursor.cu` declares; the caller guarantees it.
         unsafe { cuda.launch(Kernel::AdvanceCursor, 1, 1, stream, arguments![self.cursor]) }
     }
 

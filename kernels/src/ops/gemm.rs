@@ -1,4 +1,4 @@
-//! Matrix products; kernels in `cuda/gemm.cu`.
+//! General matrix multiplication; kernels in `cuda/gemm.cu`.
 
 use cudarc::driver::sys::CUstream;
 
@@ -13,21 +13,21 @@ use crate::operation::{Definition, Work};
 pub enum GemmLayout {
     /// A is `[m,k]`, B is `[k,n]`: the gradient of a layer's input, `dX = dY·W`.
     NN,
-    /// A is `[m,k]`, B is `[n,k]`: a layer's forward product, `Y = X·Wᵀ`.
+    /// A is `[m,k]`, B is `[n,k]`: a layer's forward GEMM, `Y = X·Wᵀ`.
     NT,
     /// A is `[k,m]`, B is `[k,n]`: the gradient of a layer's weights, `dW = dYᵀ·X`.
     TN,
 }
 
-/// `C[m,n] = op(A)·op(B)`, in true `f32`.
+/// `C[m,n] = op(A)·op(B)`, in `f32` (not tf32).
 ///
-/// A GPU computes it in tiles of shared memory and registers: `gemm_{nn,nt,tn}_tiled` where 64×64 tiles would fill a GPU,
-/// `gemm_{nn,nt,tn}_sliced` otherwise. The shape alone decides.
+/// Kernels: `gemm_{nn,nt,tn}_tiled` if 64×64 tiles would fill a GPU, otherwise `gemm_{nn,nt,tn}_sliced`. The choice
+/// depends only on the shape.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Gemm {
     /// The operand that is stored transposed.
     pub layout: GemmLayout,
-    /// Rows of C; below 2³¹, as are all three.
+    /// Rows of C; `m`, `n` and `k` are below 2³¹.
     pub m: u32,
     /// Columns of C.
     pub n: u32,
@@ -41,16 +41,16 @@ pub struct Gemm {
     pub c: u64,
 }
 
-/// Threads in a block of either kernel.
+/// Threads per block of both kernels.
 const THREADS: u32 = 256;
-/// Side of a block's tile in the `tiled` kernel, and the steps of k in one trip of its loop.
+/// Side of a block's tile in the `tiled` kernel, and the steps of k in one iteration.
 const TILE: u64 = 64;
 const TILED_DEPTH: u64 = 16;
-/// A block's tile in the `sliced` kernel; its eight warps together make 128 steps of k in one trip.
+/// A block's tile in the `sliced` kernel; its eight warps together process 128 steps of k in one iteration.
 const PATCH_ROWS: u64 = 16;
 const PATCH_COLS: u64 = 32;
 const SLICED_DEPTH: u64 = 128;
-/// With fewer 64×64 tiles than this, most of a large GPU (an H200 has 132 multiprocessors) would have nothing to do.
+/// With fewer 64×64 tiles than this, most of a large GPU (an H200 has 132 multiprocessors) would be idle.
 const TILES_TO_FILL_A_GPU: u64 = 96;
 /// The tile arithmetic of the kernels is in 32 bits.
 const LARGEST: u32 = i32::MAX as u32;
@@ -62,7 +62,7 @@ impl Gemm {
 
     /// Returns true if 64×64 tiles would fill a GPU.
     fn is_tiled(&self) -> bool {
-        // A side of no more than half a tile would waste half of each block.
+        // A side of at most half a tile would waste half of each block.
         u64::from(self.m.min(self.n)) > TILE / 2 && self.tiles() >= TILES_TO_FILL_A_GPU
     }
 
@@ -115,7 +115,7 @@ impl Definition for Gemm {
 
     unsafe fn queue(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
         let arguments = arguments![self.a, self.b, self.c, self.m, self.n, self.k];
-        // SAFETY: three addresses and three u32, as `gemm.cu` declares; the caller vouches for the addresses.
+        // SAFETY: three addresses and three u32, as `gemm.cu` declares; the caller guarantees the addresses.
         unsafe { cuda.launch(self.kernel(), self.work().blocks, THREADS, stream, arguments) }
     }
 
@@ -134,8 +134,8 @@ impl Definition for Gemm {
     }
 }
 
-/// `c = op(a)·op(b)`, dense `[m, n]`, in f32, of matrices with their pitches. Threads share out rows and columns of C, never the sum
-/// over k: their number does not change the result.
+/// `c = op(a)·op(b)`, dense `[m, n]`, in f32, of matrices with their pitches. Threads divide rows and columns of C but
+/// not the sum over k, so their number does not change the result.
 pub(super) fn product(
     layout: GemmLayout,
     [m, n, k]: [usize; 3],
@@ -150,7 +150,7 @@ pub(super) fn product(
     };
     let last = |rows: usize, cols: usize, by: (usize, usize)| (rows - 1) * by.0 + (cols - 1) * by.1;
     let inside = last(m, k, a_strides) < a.len() && last(k, n, b_strides) < b.len() && m * n <= c.len();
-    assert!(inside, "matrices are as large as their shapes say");
+    assert!(inside, "the slices are large enough for the shapes");
     // CAST: all below the lengths of slices, so below `isize::MAX`.
     let [a_strides, b_strides] = [a_strides, b_strides].map(|(row, col)| (row as isize, col as isize));
     let (a, b, to) = (a.as_ptr(), b.as_ptr(), c.as_mut_ptr());
@@ -185,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn thin_products_are_sliced_and_large_ones_tiled() {
+    fn thin_shapes_are_sliced_and_large_shapes_tiled() {
         let forward = gemm(GemmLayout::NT, 64, 784, 784);
         assert_eq!(forward.name(), "gemm_nt_sliced");
         assert_eq!((forward.work().blocks, forward.work().iterations), (100, 7));

@@ -1,9 +1,9 @@
-//! A linear layer's three products with what comes before and after them; kernels in `cuda/linear.cuh`.
+//! A linear layer's three GEMMs, fused with the layer's other operations; kernels in `cuda/linear.cuh`.
 //!
-//! Matrices have a pitch ([`Element::pitch`](crate::Element::pitch)): elements from one row to the next. Biases,
-//! gradients and master weights are f32 whatever the precision. Matrices begin on a multiple of 16 bytes, and may be read up
-//! to the pitch of their last row. What lies between the columns and the pitch is never read as
-//! a number, and a launch may leave anything there.
+//! Matrices have a pitch ([`Element::pitch`](crate::Element::pitch)), the number of elements from one row to the next.
+//! Biases, gradients and master weights are f32, whatever the precision. Matrices are aligned to 16 bytes, and may be
+//! read up to the pitch of their last row. The values of the padding between columns and pitch are never used, and a
+//! launch may overwrite them.
 
 mod backward_input;
 mod forward;
@@ -31,15 +31,16 @@ macro_rules! linear {
         impl $operation {
             /// Launch configuration of the kernel.
             fn plan(&$self) -> Plan {
-                Plan::of($product, $self.precision, $m, $n, $k)
+                Plan::new($product, $self.precision, $m, $n, $k)
             }
 
             fn kernel(&$self) -> &'static str {
                 $self.plan().kernel()
             }
 
-            /// Name of the kernel that a launch on this GPU takes: GPUs lack some, and the planned one may not fit. Without a
-            /// GPU, that of the planned one, as in [`Operation::name`](crate::Operation::name).
+            /// Name of the kernel that a launch uses on this GPU, which may lack the planned kernel or its shared
+            /// memory. Without a GPU, the name of the planned kernel, as in
+            /// [`Operation::name`](crate::Operation::name).
             ///
             /// # Errors
             ///
@@ -51,32 +52,32 @@ macro_rules! linear {
                 }
             }
 
-            /// Bytes of memory that the blocks of the launch need to add up their sums; zero if none share a sum.
+            /// Bytes of workspace for the sums of split-k; zero if `splits` is 1.
             #[must_use]
             pub fn workspace_bytes(&self) -> u64 {
                 self.plan().workspace_bytes
             }
 
-            /// Counters that the launch needs to find out which of its blocks is the last to add to a tile.
+            /// Number of counters for split-k, with which the launch determines the last block of each tile.
             #[must_use]
             pub fn tickets(&self) -> u64 {
                 self.plan().tickets
             }
 
-            /// Ways to compute this product that are worth measuring.
+            /// Choices worth measuring for this GEMM.
             #[must_use]
             pub fn candidates(&$self) -> Vec<Choice> {
                 Plan::candidates($product, $self.precision, [$m, $n, $k])
             }
 
-            /// Memory and counters that a launch with this choice needs: bytes, and u32.
+            /// Bytes of workspace, and number of u32 counters, for a launch with this choice.
             #[must_use]
             pub fn needs_with(&$self, choice: Choice) -> (u64, u64) {
                 let plan = Plan::with($product, $self.precision, [$m, $n, $k], choice);
                 (plan.workspace_bytes, plan.tickets)
             }
 
-            /// Queues the launch with this choice instead of the planned one, for measuring.
+            /// Queues the launch with this choice instead of the planned one, for measurements.
             ///
             /// # Errors
             ///
@@ -84,7 +85,8 @@ macro_rules! linear {
             ///
             /// # Safety
             ///
-            /// As for [`Operation::launch`](crate::Operation::launch); workspace and tickets are as large as [`needs_with`](Self::needs_with) says.
+            /// As for [`Operation::launch`](crate::Operation::launch); workspace and tickets
+            /// have the sizes that [`needs_with`](Self::needs_with) returns.
             pub unsafe fn launch_with(
                 &$self,
                 choice: Choice,
@@ -93,7 +95,7 @@ macro_rules! linear {
             ) -> Result<(), KernelError> {
                 $self.check()?;
                 let plan = Plan::with($product, $self.precision, [$m, $n, $k], choice);
-                // SAFETY: the caller vouches for the addresses.
+                // SAFETY: the caller guarantees the addresses.
                 unsafe { cuda.launch_linear(&plan, stream, &$self.arguments()) }
             }
 
@@ -105,18 +107,18 @@ macro_rules! linear {
                 super::check_layer(self.name(), self.rows, self.inputs, self.outputs)
             }
 
-            /// Bytes of a matrix of stored elements, from its first to its last.
+            /// Bytes from the first to the last element of a matrix.
             fn stored_bytes(&self, rows: u32, cols: u32, pitch: u32) -> u64 {
                 total([(span(rows, cols, pitch), self.element().bytes())])
             }
 
-            /// Workspace and tickets, as far as there are any.
+            /// Workspace and tickets, unless they are empty.
             fn shared_buffers(&self) -> impl Iterator<Item = (u64, u64)> {
                 let both = [(self.workspace, self.workspace_bytes()), (self.tickets, self.tickets() * U32)];
                 both.into_iter().filter(|(_, bytes)| *bytes > 0)
             }
 
-            /// Claims workspace and tickets: the host needs neither, but an overlap has to come out.
+            /// Claims workspace and tickets: the host does not use them, but must report overlaps.
             fn claim_shared(&self, buffers: &mut HostBuffers<'_>) -> Result<(), KernelError> {
                 super::claim_shared(buffers, self.shared_buffers())
             }
@@ -127,21 +129,26 @@ macro_rules! linear {
 use linear;
 
 /// Bytes that the kernels read and write per access.
-const AT_ONCE: u64 = 16;
+const ACCESS_BYTES: u64 = 16;
 
-/// Matrices begin on 16 bytes, and rows of operands, and of what is read back or stepped, are a multiple of them long.
+/// Matrices must be aligned to 16 bytes. Rows of operands, and rows of outputs that are read back or updated, must be a
+/// multiple of 16 bytes long.
 fn check_alignment(operation: &'static str, element: Element, arguments: &LinearArguments) -> Result<(), KernelError> {
     let LinearArguments { a, b, out, mask, master, workspace, .. } = *arguments;
-    if let Some(&addr) = [a, b, out, mask, master, workspace].iter().find(|addr| !addr.is_multiple_of(AT_ONCE)) {
-        return Err(KernelError::Misaligned { operation, addr, alignment: AT_ONCE });
+    if let Some(&addr) = [a, b, out, mask, master, workspace].iter().find(|addr| !addr.is_multiple_of(ACCESS_BYTES)) {
+        return Err(KernelError::Misaligned { operation, addr, alignment: ACCESS_BYTES });
     }
     let reads_back = mask != 0 || arguments.flags & LinearArguments::STEP != 0;
     let pitches = [Some(arguments.a_pitch), Some(arguments.b_pitch), reads_back.then_some(arguments.out_pitch)];
-    match pitches.into_iter().flatten().find(|pitch| !(u64::from(*pitch) * element.bytes()).is_multiple_of(AT_ONCE)) {
+    match pitches
+        .into_iter()
+        .flatten()
+        .find(|pitch| !(u64::from(*pitch) * element.bytes()).is_multiple_of(ACCESS_BYTES))
+    {
         None => Ok(()),
         Some(pitch) => Err(KernelError::Shape {
             operation,
-            what: format!("a row of {pitch} elements is no multiple of {AT_ONCE} bytes"),
+            what: format!("a row of {pitch} elements is not a multiple of {ACCESS_BYTES} bytes"),
         }),
     }
 }
@@ -162,7 +169,7 @@ fn claim_shared(
     shared.try_for_each(|(addr, bytes)| buffers.write::<u32>(addr, bytes / U32).map(|_| ()))
 }
 
-/// `op(a)·op(b)`, dense `[m, n]`: what the host computes for every precision, with sums in f32.
+/// `op(a)·op(b)`, dense `[m, n]`: the host's computation for every precision, with sums in f32.
 fn product(shape: [u32; 3], layout: GemmLayout, a: &Operand<'_>, b: &Operand<'_>) -> Vec<f32> {
     let [m, n, k] = shape.map(|size| size as usize);
     let mut c = vec![0.0; m * n];
@@ -170,17 +177,17 @@ fn product(shape: [u32; 3], layout: GemmLayout, a: &Operand<'_>, b: &Operand<'_>
     c
 }
 
-/// `dyᵀ·x`, dense `[outputs, inputs]`, and the sums of dy's columns; of dy and x with their pitches.
+/// `dyᵀ·x`, dense `[outputs, inputs]`, and the sums of dy's columns, for dy and x with their pitches.
 fn gradient<T: Stored>(
     precision: Precision,
     [rows, inputs, outputs]: [u32; 3],
     (dy, dy_pitch): (&[T], u32),
     (x, x_pitch): (&[T], u32),
 ) -> (Vec<f32>, Vec<f32>) {
-    // The bias takes no part in the product, so its terms are not rounded as operands are.
+    // The bias gradient is not part of the GEMM, so its terms are not rounded as operands are.
     let mut bias = vec![0.0; outputs as usize];
     sum_rows(dy, dy_pitch, &mut bias);
-    let dy = Operand::of(dy, outputs, dy_pitch, precision);
-    let x = Operand::of(x, inputs, x_pitch, precision);
+    let dy = Operand::new(dy, outputs, dy_pitch, precision);
+    let x = Operand::new(x, inputs, x_pitch, precision);
     (product([outputs, inputs, rows], GemmLayout::TN, &dy, &x), bias)
 }

@@ -12,7 +12,7 @@ use crate::host::{HostBuffers, check_range};
 use crate::operation::{Definition, Work};
 use crate::storage::{Element, Stored, with_stored};
 
-/// Classes that a warp takes in one trip.
+/// Classes that a warp processes in one iteration.
 const LANES: u64 = 32;
 
 /// `losses[r] = ln Σ_c e^x[r,c] − x[r,label[r]]` and `dlogits = (softmax(x) − onehot(label)) · scale`.
@@ -55,7 +55,7 @@ impl SoftmaxCrossEntropy {
         check_range(self.name(), "label", labels, self.classes)?;
         let rows = logits.chunks_exact(self.classes as usize).zip(dlogits.chunks_mut(self.dlogits_pitch as usize));
         for (((x, gradient), &label), loss) in rows.zip(labels).zip(losses) {
-            let row = Row::of(x);
+            let row = Row::new(x);
             *loss = row.loss(x[label as usize]);
             row.gradient(x, label, self.scale, gradient);
         }
@@ -75,7 +75,7 @@ impl Definition for SoftmaxCrossEntropy {
 
     fn work(&self) -> Work {
         let elements = area(self.rows, self.classes);
-        // Up to 16 classes take half a warp.
+        // With up to 16 classes, half a warp processes a row.
         let rows_per_block = if 2 * u64::from(self.classes) <= LANES { 2 * ROWS_PER_BLOCK } else { ROWS_PER_BLOCK };
         Work {
             blocks: u64::from(self.rows).div_ceil(rows_per_block),
@@ -107,7 +107,7 @@ impl Definition for SoftmaxCrossEntropy {
             self.dlogits_pitch,
             self.scale.to_bits()
         ];
-        // SAFETY: four addresses, three u32 and an f32, as `loss.cu` declares; the caller vouches for the addresses.
+        // SAFETY: four addresses, three u32 and an f32, as `loss.cu` declares; the caller guarantees the addresses.
         unsafe { cuda.launch(self.kernel(), self.work().blocks, WARP_PER_ROW_THREADS, stream, arguments) }
     }
 
@@ -161,7 +161,7 @@ impl Definition for CrossEntropyLoss {
 
     unsafe fn queue(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
         let arguments = arguments![self.logits, self.labels, self.losses, self.rows, self.classes];
-        // SAFETY: three addresses and two u32, as `loss.cu` declares; the caller vouches for the addresses.
+        // SAFETY: three addresses and two u32, as `loss.cu` declares; the caller guarantees the addresses.
         unsafe { cuda.launch(Kernel::CrossEntropyLoss, self.work().blocks, WARP_PER_ROW_THREADS, stream, arguments) }
     }
 
@@ -171,7 +171,7 @@ impl Definition for CrossEntropyLoss {
         let losses = buffers.write::<f32>(self.losses, self.rows.into())?;
         check_range(self.name(), "label", labels, self.classes)?;
         for ((x, &label), loss) in logits.chunks_exact(self.classes as usize).zip(labels).zip(losses) {
-            *loss = Row::of(x).loss(x[label as usize]);
+            *loss = Row::new(x).loss(x[label as usize]);
         }
         Ok(())
     }
@@ -184,9 +184,9 @@ pub struct MeanLoss {
     pub rows: u32,
     /// Address of the losses, `f32[rows]`.
     pub losses: u64,
-    /// Address of the mean, `f32[1]`, written; with a cursor, that of step 0.
+    /// Address of the mean, `f32[1]`, written; with a cursor, the address for step 0.
     pub out: u64,
-    /// Address of the number of the step, `u32[1]`, if each step's mean goes behind that of the one before.
+    /// Address of the number of the step, `u32[1]`, if each step's mean has its own slot of `out`.
     pub cursor: Option<u64>,
 }
 
@@ -211,7 +211,7 @@ impl Definition for MeanLoss {
     }
 
     fn buffers(&self) -> Vec<(u64, u64)> {
-        // With a cursor the mean's place depends on it.
+        // With a cursor, the mean's address depends on it.
         vec![
             (self.losses, total([(self.rows.into(), F32)])),
             self.cursor.map_or((self.out, F32), |cursor| (cursor, U32)),
@@ -220,7 +220,7 @@ impl Definition for MeanLoss {
 
     unsafe fn queue(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
         let arguments = arguments![self.losses, self.out, or_null(self.cursor), self.rows];
-        // SAFETY: three addresses and a u32, as `loss.cu` declares; the caller vouches for the addresses.
+        // SAFETY: three addresses and a u32, as `loss.cu` declares; the caller guarantees the addresses.
         unsafe { cuda.launch(Kernel::MeanLoss, 1, MEAN_THREADS, stream, arguments) }
     }
 
@@ -233,23 +233,23 @@ impl Definition for MeanLoss {
     }
 }
 
-/// In `f64`, so that the number of losses does not matter.
+/// Computed in `f64`, so the number of losses does not affect the rounding.
 pub(super) fn mean(losses: impl ExactSizeIterator<Item = f32>) -> f32 {
     let rows = losses.len();
     let sum: f64 = losses.map(f64::from).sum();
-    // CAST: the count of a batch is exact in an f64; the mean is rounded once.
+    // CAST: the number of rows is exact in an f64; the mean is rounded once.
     (sum / rows as f64) as f32
 }
 
 /// Values from which the host computes a row's loss and gradient.
 pub(super) struct Row {
     max: f32,
-    /// Of e^(x − max); in `f64`, which costs nothing here and leaves only the exponentials' rounding.
+    /// Sum of e^(x − max), in `f64`, which leaves only the exponentials' rounding.
     sum: f64,
 }
 
 impl Row {
-    pub(super) fn of(x: &[f32]) -> Self {
+    pub(super) fn new(x: &[f32]) -> Self {
         let max = x.iter().copied().fold(f32::NEG_INFINITY, f32::max);
         Self { max, sum: x.iter().map(|x| f64::from((x - max).exp())).sum() }
     }

@@ -1,4 +1,4 @@
-//! Rectifier; kernels in `cuda/relu.cu`.
+//! ReLU; kernels in `cuda/relu.cu`.
 
 use cudarc::driver::sys::CUstream;
 
@@ -14,7 +14,7 @@ use crate::storage::{Element, Stored, with_stored};
 pub struct Relu {
     /// Type of both buffers.
     pub element: Element,
-    /// Number of elements; of a matrix with a pitch, those between its rows count too.
+    /// Number of elements; for a matrix with a pitch, including the padding between its rows.
     pub len: u64,
     /// Address of the input, `[len]`.
     pub x: u64,
@@ -63,7 +63,7 @@ impl Definition for Relu {
 
     unsafe fn queue(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
         let arguments = arguments![self.x, self.y, self.len];
-        // SAFETY: two addresses and a u64, as `relu.cu` declares; the caller vouches for the addresses.
+        // SAFETY: two addresses and a u64, as `relu.cu` declares; the caller guarantees the addresses.
         unsafe { cuda.launch(self.kernel(), self.work().blocks, ELEMENTWISE_THREADS, stream, arguments) }
     }
 
@@ -77,9 +77,9 @@ impl Definition for Relu {
 pub struct ReluBackward {
     /// Type of all three buffers.
     pub element: Element,
-    /// Number of elements; of a matrix with a pitch, those between its rows count too.
+    /// Number of elements; for a matrix with a pitch, including the padding between its rows.
     pub len: u64,
-    /// Address of [`Relu`]'s *output*, `[len]`: its input need not be kept.
+    /// Address of [`Relu`]'s *output*, `[len]`; its input need not be stored.
     pub y: u64,
     /// Address of the gradient of the output, `[len]`.
     pub dy: u64,
@@ -129,7 +129,7 @@ impl Definition for ReluBackward {
 
     unsafe fn queue(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
         let arguments = arguments![self.y, self.dy, self.dx, self.len];
-        // SAFETY: three addresses and a u64, as `relu.cu` declares; the caller vouches for the addresses.
+        // SAFETY: three addresses and a u64, as `relu.cu` declares; the caller guarantees the addresses.
         unsafe { cuda.launch(self.kernel(), self.work().blocks, ELEMENTWISE_THREADS, stream, arguments) }
     }
 

@@ -12,21 +12,21 @@ use crate::storage::{Element, Stored, with_stored};
 
 /// `weights −= learning_rate · gradient`, in place, with a fused multiply-add.
 ///
-/// Halves step in f32 and are rounded: a step below half of their last place is lost. With master weights in f32 it is
-/// the masters that step, and the weights become their rounding.
+/// 16-bit weights are updated in f32 and rounded: an update below half a unit in their last place is lost. With f32
+/// master weights, the update applies to these, and the weights are set to their rounded values.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sgd {
     /// Type of the weights.
     pub element: Element,
-    /// Number of weights; of a matrix with a pitch, those between its rows count too.
+    /// Number of weights; for a matrix with a pitch, including the padding between its rows.
     pub len: u64,
-    /// Step along the negative gradient.
+    /// Factor of the negative gradient.
     pub learning_rate: f32,
     /// Address of the gradient, `f32[len]`.
     pub gradient: u64,
-    /// Address of the weights, `[len]`, read (without a master) and written.
+    /// Address of the weights, `[len]`, read (without master weights) and written.
     pub weights: u64,
-    /// Address of the master weights, `f32[len]`, read and written. Only for halves.
+    /// Address of the master weights, `f32[len]`, read and written. Only for 16-bit weights.
     pub master: Option<u64>,
 }
 
@@ -44,28 +44,28 @@ impl Sgd {
     }
 }
 
-/// Master weights of f32 weights would be a second copy of them.
+/// Returns an error for master weights of f32 weights, which would only be a copy of them.
 pub(super) fn check_master(operation: &'static str, element: Element, master: Option<u64>) -> Result<(), KernelError> {
     if element == Element::F32 && master.is_some() {
-        return Err(KernelError::Shape { operation, what: "f32 weights have no master weights".to_owned() });
+        return Err(KernelError::Shape { operation, what: "f32 weights cannot have master weights".to_owned() });
     }
     Ok(())
 }
 
-/// One step of all weights, or of their masters.
+/// Updates all weights, or their master weights.
 pub(super) fn step_weights<T: Stored>(weights: &mut [T], master: Option<&mut [f32]>, gradient: &[f32], rate: f32) {
     if let Some(master) = master {
         descend(master, gradient, rate);
         T::store_all(master, weights);
         return;
     }
-    // In parts that the processor's cache holds.
-    let mut part = [0.0; 1024];
-    for (weights, gradient) in weights.chunks_mut(part.len()).zip(gradient.chunks(part.len())) {
-        let part = &mut part[..weights.len()];
-        T::load_all(weights, part);
-        descend(part, gradient, rate);
-        T::store_all(part, weights);
+    // In chunks that fit in the processor's cache.
+    let mut chunk = [0.0; 1024];
+    for (weights, gradient) in weights.chunks_mut(chunk.len()).zip(gradient.chunks(chunk.len())) {
+        let chunk = &mut chunk[..weights.len()];
+        T::load_all(weights, chunk);
+        descend(chunk, gradient, rate);
+        T::store_all(chunk, weights);
     }
 }
 
@@ -81,7 +81,7 @@ impl Definition for Sgd {
 
     fn work(&self) -> Work {
         let weights = self.element.bytes();
-        // Weights are read and written; or masters are, and weights are written.
+        // Weights are read and written; or master weights are, and weights only written.
         let each = if self.master.is_some() { 2 * F32 + weights } else { 2 * weights };
         Work {
             blocks: typed_blocks(self.element, 1, self.len),
@@ -102,12 +102,12 @@ impl Definition for Sgd {
         let (kernel, blocks) = (self.kernel(), self.work().blocks);
         if self.element == Element::F32 {
             let arguments = arguments![self.gradient, self.weights, self.len, self.learning_rate.to_bits()];
-            // SAFETY: two addresses, a u64 and an f32, as `sgd.cu` declares; the caller vouches for the addresses.
+            // SAFETY: two addresses, a u64 and an f32, as `sgd.cu` declares; the caller guarantees the addresses.
             return unsafe { cuda.launch(kernel, blocks, ELEMENTWISE_THREADS, stream, arguments) };
         }
         let arguments =
             arguments![self.gradient, self.weights, or_null(self.master), self.len, self.learning_rate.to_bits()];
-        // SAFETY: three addresses, a u64 and an f32, as `sgd.cu` declares; the caller vouches for the addresses.
+        // SAFETY: three addresses, a u64 and an f32, as `sgd.cu` declares; the caller guarantees the addresses.
         unsafe { cuda.launch(kernel, blocks, ELEMENTWISE_THREADS, stream, arguments) }
     }
 

@@ -1,4 +1,4 @@
-//! All that a step does with its logits, in one launch; kernels in `cuda/softmax_loss.cu`.
+//! Fused loss of a step, in one launch; kernels in `cuda/softmax_loss.cu`.
 
 use cudarc::driver::sys::CUstream;
 
@@ -11,16 +11,16 @@ use crate::host::{HostBuffers, check_range};
 use crate::operation::{Definition, Work};
 use crate::storage::{Element, Stored, with_stored};
 
-/// Mean cross-entropy, gradient of the logits and number of right answers in one launch:
+/// Mean cross-entropy, gradient of the logits and number of correct predictions in one launch:
 /// [`SoftmaxCrossEntropy`](crate::SoftmaxCrossEntropy), [`MeanLoss`](crate::MeanLoss),
-/// [`CountCorrect`](crate::CountCorrect) and [`AdvanceCursor`](crate::AdvanceCursor) without the losses of the rows in
-/// memory.
+/// [`CountCorrect`](crate::CountCorrect) and [`AdvanceCursor`](crate::AdvanceCursor), but the losses of the rows are
+/// not written to memory.
 ///
 /// A label that is not a class is an error on the host; on a GPU it gives NaN for the mean and for the row's gradient,
 /// and the row counts as wrong.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct SoftmaxLoss {
-    /// Type of the gradient; without one any.
+    /// Type of the gradient; unused without one.
     pub element: Element,
     /// Rows: examples.
     pub rows: u32,
@@ -30,33 +30,35 @@ pub struct SoftmaxLoss {
     pub logits: u64,
     /// Address of the labels, `u32[rows]`, each below `classes`.
     pub labels: u64,
-    /// Address of the gradient of the logits, `[rows,classes]`, written, if it is wanted.
+    /// Address of the gradient of the logits, `[rows,classes]`, written; `None` if it is not needed.
     pub dlogits: Option<u64>,
     /// Elements from one row of the gradient to the next.
     pub dlogits_pitch: u32,
     /// Factor of the gradient: loss scale over rows if the mean of the losses is minimised. The mean itself is not scaled.
     pub scale: f32,
-    /// Address of the mean of the losses, `f32[1]`, written; with a cursor, that of step 0.
+    /// Address of the mean of the losses, `f32[1]`, written; with a cursor, the address for step 0.
     pub loss: u64,
-    /// Address of the number of rows whose first class with the greatest logit is the label, `u32[1]`, written, if it is wanted.
+    /// Address of the number of rows whose first class with the largest logit is the label, `u32[1]`, written; `None`
+    /// if it is not needed.
     pub correct: Option<u64>,
-    /// Address of the number of the step, `u32[1]`, if each step's mean goes behind that of the one before.
+    /// Address of the number of the step, `u32[1]`, if each step's mean has its own slot of `loss`.
     pub cursor: Option<u64>,
     /// If true, the cursor is advanced by one after its use.
     pub advance: bool,
-    /// Address of [`workspace_bytes`](Self::workspace_bytes) bytes for the sums of blocks; any value if that is zero.
+    /// Address of [`workspace_bytes`](Self::workspace_bytes) bytes for the sums of blocks; unused if that is zero.
     pub workspace: u64,
-    /// Address of [`tickets`](Self::tickets) u32 that are zero, and are zero again when the launch is done; any value if
-    /// there are none.
+    /// Address of [`tickets`](Self::tickets) u32 counters, which are zero before and after a launch; unused if there
+    /// are none.
     pub tickets: u64,
 }
 
-/// A block's warps, each of which takes one row after another.
+/// Warps per block; each processes one row after another.
 const WARPS: u64 = 32;
 const THREADS: u32 = 1024;
-/// Rows of a block: few enough that the blocks of a large batch run side by side, enough that a usual batch needs but one.
+/// Rows per block: few enough that the blocks of a large batch run in parallel, and enough that a typical batch needs
+/// only one.
 const BLOCK_ROWS: u64 = 128;
-/// Classes that a warp takes in one trip.
+/// Classes that a warp processes in one iteration.
 const LANES: u64 = 32;
 
 impl SoftmaxLoss {
@@ -68,19 +70,19 @@ impl SoftmaxLoss {
         u64::from(self.rows).div_ceil(BLOCK_ROWS)
     }
 
-    /// Bytes of memory that the blocks of the launch need to add up their sums; zero if one block does it all.
+    /// Bytes of workspace for the sums of the blocks; zero if there is only one block.
     #[must_use]
     pub fn workspace_bytes(&self) -> u64 {
         if self.blocks() > 1 { self.blocks() * (F32 + U32) } else { 0 }
     }
 
-    /// Counters that the launch needs to find out which of its blocks is the last; zero or one.
+    /// Number of counters with which the launch determines its last block; zero or one.
     #[must_use]
     pub fn tickets(&self) -> u64 {
         u64::from(self.blocks() > 1)
     }
 
-    /// Elements of the gradient from its first to its last.
+    /// Number of elements from the first to the last of the gradient.
     fn gradient_elements(&self) -> u64 {
         span(self.rows, self.classes, self.dlogits_pitch)
     }
@@ -94,7 +96,7 @@ impl SoftmaxLoss {
         let loss = buffers.write::<f32>(at_step(self.name(), self.loss, F32, step)?, 1)?;
         let correct = buffers.write_some::<u32>(self.correct, 1)?;
         if self.tickets() > 0 {
-            // Nothing is stored there, but an overlap has to come out.
+            // The host does not use these, but must report overlaps.
             buffers.write::<u32>(self.workspace, self.workspace_bytes() / U32)?;
             buffers.write::<u32>(self.tickets, self.tickets())?;
         }
@@ -102,12 +104,12 @@ impl SoftmaxLoss {
         let rows = || logits.chunks_exact(self.classes as usize).zip(labels);
         let mut losses = Vec::with_capacity(labels.len());
         for (x, &label) in rows() {
-            let row = Row::of(x);
+            let row = Row::new(x);
             losses.push(row.loss(x[label as usize]));
-            // Not taken apart into chunks, since there may be none.
-            let here;
-            (here, gradient) = gradient.split_at_mut(gradient.len().min(self.dlogits_pitch as usize));
-            row.gradient(x, label, self.scale, here);
+            // Not `chunks_mut`, because the gradient may be empty.
+            let row_gradient;
+            (row_gradient, gradient) = gradient.split_at_mut(gradient.len().min(self.dlogits_pitch as usize));
+            row.gradient(x, label, self.scale, row_gradient);
         }
         loss[0] = mean(losses.into_iter());
         if let Some(correct) = correct {
@@ -133,7 +135,7 @@ impl Definition for SoftmaxLoss {
             check_room(self.name(), [("dlogits_pitch", self.dlogits_pitch, self.classes)])?;
         }
         if self.advance && self.cursor.is_none() {
-            let what = "there is no cursor to advance".to_owned();
+            let what = "advance needs a cursor".to_owned();
             return Err(KernelError::Shape { operation: self.name(), what });
         }
         Ok(())
@@ -159,7 +161,7 @@ impl Definition for SoftmaxLoss {
             vec![(self.logits, total([(elements, F32)])), (self.labels, total([(self.rows.into(), U32)]))];
         let gradient_bytes = total([(self.gradient_elements(), self.element.bytes())]);
         buffers.extend(self.dlogits.map(|dlogits| (dlogits, gradient_bytes)));
-        // With a cursor the mean's place depends on it.
+        // With a cursor, the mean's address depends on it.
         buffers.push(self.cursor.map_or((self.loss, F32), |cursor| (cursor, U32)));
         buffers.extend(self.correct.map(|correct| (correct, U32)));
         if self.tickets() > 0 {
@@ -184,7 +186,7 @@ impl Definition for SoftmaxLoss {
             self.advance,
             self.scale.to_bits()
         ];
-        // SAFETY: eight addresses, four u32 and an f32, as `softmax_loss.cu` declares; the caller vouches for the
+        // SAFETY: eight addresses, four u32 and an f32, as `softmax_loss.cu` declares; the caller guarantees the
         // addresses.
         unsafe { cuda.launch(self.kernel(), self.work().blocks, THREADS, stream, arguments) }
     }

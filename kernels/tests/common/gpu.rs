@@ -7,27 +7,27 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use cudarc::driver::{result, sys};
 use kernels::{CudaKernels, KernelError, Operation};
 
-/// Whose turn it is. While one thread captures a stream, the driver refuses others' allocations, and calls of theirs can spoil
-/// the capture.
-static TURN: Mutex<()> = Mutex::new(());
+/// Only one test uses the GPU at a time. While a thread captures a stream, the driver refuses other threads'
+/// allocations, and their calls can invalidate the capture.
+static GPU_LOCK: Mutex<()> = Mutex::new(());
 
-/// The first GPU's primary context, current on this thread, with the kernels loaded; one at a time.
+/// The first GPU's primary context, current on this thread, with the kernels loaded; only one exists at a time.
 pub(crate) struct Gpu {
     device: c_int,
     pub(crate) stream: sys::CUstream,
-    /// `None` only while being dropped: modules go before their context.
+    /// `None` only during the drop: modules must be unloaded before their context is released.
     pub(crate) kernels: Option<CudaKernels>,
-    _turn: MutexGuard<'static, ()>,
+    _lock: MutexGuard<'static, ()>,
 }
 
-/// The reason that no GPU can be tested, if any.
+/// The reason that no GPU can be used, if any.
 fn no_gpu() -> Option<String> {
-    // SAFETY: only tries to open the library. It has to come first: cudarc panics when there is none.
+    // SAFETY: only tries to open the library. It must be the first call: cudarc panics without the library.
     if !unsafe { sys::is_culib_present() } {
         return Some("no CUDA driver".into());
     }
-    let there = result::init().is_ok() && result::device::get_count().is_ok_and(|count| count > 0);
-    (!there).then(|| "no CUDA device".into())
+    let is_present = result::init().is_ok() && result::device::get_count().is_ok_and(|count| count > 0);
+    (!is_present).then(|| "no CUDA device".into())
 }
 
 impl Gpu {
@@ -37,19 +37,19 @@ impl Gpu {
         no_gpu()
     }
 
-    /// Panics where there is none.
+    /// Panics without a GPU.
     pub(crate) fn new() -> Self {
         assert_eq!(no_gpu(), None, "this test needs a GPU");
-        // A test that failed has let go of its own context.
-        let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+        // A test that failed has released its own context.
+        let lock = GPU_LOCK.lock().unwrap_or_else(PoisonError::into_inner);
         let device = result::device::get(0).unwrap();
         // SAFETY: the device exists; the context is released in `drop`.
         unsafe { result::ctx::set_current(result::primary_ctx::retain(device).unwrap()) }.unwrap();
         let stream = result::stream::create(result::stream::StreamKind::NonBlocking).unwrap();
-        Self { device, stream, kernels: Some(CudaKernels::load().unwrap()), _turn: turn }
+        Self { device, stream, kernels: Some(CudaKernels::load().unwrap()), _lock: lock }
     }
 
-    /// With the tiles that every GPU has.
+    /// A GPU that uses only the tiles for all GPUs.
     #[allow(dead_code, reason = "for some tests")]
     pub(crate) fn without_warpgroups() -> Self {
         let mut gpu = Self::new();
@@ -57,20 +57,21 @@ impl Gpu {
         gpu
     }
 
-    #[allow(dead_code, reason = "not asked where a test chooses how to launch")]
+    #[allow(dead_code, reason = "for some tests")]
     pub(crate) fn launch(&self, operation: &dyn Operation) -> Result<(), KernelError> {
-        // SAFETY: the context is current, and callers pass operations on live memory of their own.
+        // SAFETY: the context is current, and callers pass operations on their own live memory.
         unsafe { operation.launch(self.kernels.as_ref().unwrap(), self.stream) }
     }
 
     /// Uploads `image`, runs `work` with its address, and downloads it.
     pub(crate) fn with_region(&self, image: &[u8], work: impl FnOnce(u64)) -> Vec<u8> {
         let mut after = vec![0; image.len()];
-        // SAFETY: the region is as long as `image` and `after`, and is freed when the stream is done with it.
+        // SAFETY: the region is as long as `image` and `after`, and is freed after the stream's work on it has
+        // completed.
         unsafe {
             let region = result::malloc_sync(image.len()).unwrap();
             result::memcpy_htod_sync(region, image).unwrap();
-            // That copy returns once its source is staged; the stream does not wait for the rest of it.
+            // The copy returns once its source is staged; the stream does not wait for the remainder of the copy.
             result::ctx::synchronize().unwrap();
             work(region);
             result::stream::synchronize(self.stream).unwrap();
@@ -84,7 +85,7 @@ impl Gpu {
 impl Drop for Gpu {
     fn drop(&mut self) {
         drop(self.kernels.take());
-        // SAFETY: both were made in `new`, and nothing is queued any more.
+        // SAFETY: both were created in `new`, and no work is queued any more.
         unsafe {
             let _ = result::stream::destroy(self.stream);
             let _ = result::primary_ctx::release(self.device);

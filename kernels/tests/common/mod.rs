@@ -10,16 +10,16 @@ use kernels::{Element, HostMemory, Operation};
 /// Expected contents of a buffer after the operation.
 #[derive(Clone, Debug)]
 pub(crate) enum Expected {
-    /// Its bytes of before.
+    /// The same bytes as before.
     Unchanged,
     /// Exactly these bytes.
     Exact(Vec<u8>),
-    /// Rows of `cols` elements, each within the second number of the first: if that is zero the same bits, and any NaN
-    /// for a NaN. What lies between a row and the next may be anything.
+    /// Rows of `cols` elements. Each value must be within the second number of the first; if the second is zero, the
+    /// bits must be equal, and any NaN matches a NaN. The padding between rows may have any value.
     Rows { element: Element, cols: usize, pitch: usize, values: Vec<(f64, f64)> },
-    /// Its bytes of before but for one f32, at this place, within the second number of the first.
+    /// The same bytes as before except one f32 at this index, within the second number of the first.
     Slot(usize, (f64, f64)),
-    /// Anything: room to work in.
+    /// Any bytes: a workspace.
     Anything,
 }
 
@@ -30,22 +30,22 @@ pub(crate) struct Buffer {
     pub(crate) after: Expected,
 }
 
-/// Makes the operation, given the addresses of its buffers.
+/// Builds the operation from the addresses of its buffers.
 pub(crate) type Build = Box<dyn Fn(&[u64]) -> Box<dyn Operation> + Send + Sync>;
 
-/// An operation on given data, with the result it must have.
+/// An operation on given data, with its expected result.
 pub(crate) struct Case {
     pub(crate) label: String,
     pub(crate) buffers: Vec<Buffer>,
-    /// Numbers of the buffers of which the operation takes a part that other buffers say.
-    #[allow(dead_code, reason = "asked only where a simulated device hears of buffers")]
-    pub(crate) picked: Vec<usize>,
+    /// Indices of the buffers of which the operation reads a part that other buffers select.
+    #[allow(dead_code, reason = "used only by the tests on the host")]
+    pub(crate) selected: Vec<usize>,
     pub(crate) build: Build,
 }
 
-/// Distance between buffers; what lies between them must stay as it is.
+/// Distance between buffers; the bytes between them must not change.
 const GUARD: usize = 256;
-/// As bytes of an `f32` this is NaN, as a label no class: reading what was never written shows.
+/// As bytes of an `f32` this is NaN, and as a label it is not a class, so reads of uninitialised memory are visible.
 pub(crate) const POISON: u8 = 0xff;
 
 impl Case {
@@ -68,7 +68,7 @@ impl Case {
         (offsets, image)
     }
 
-    /// Panics unless `image` is what the region must hold after the operation.
+    /// Panics unless `image` has the region's expected contents after the operation.
     pub(crate) fn verify(&self, offsets: &[usize], image: &[u8]) {
         let label = &self.label;
         let mut gap = 0;
@@ -76,27 +76,27 @@ impl Case {
             let end = offset + buffer.before.len();
             assert!(image[gap..offset].iter().all(|&byte| byte == POISON), "{label}: wrote before buffer {number}");
             gap = end;
-            let found = &image[offset..end];
+            let actual = &image[offset..end];
             match &buffer.after {
-                Expected::Unchanged => assert!(found == buffer.before, "{label}: input {number} was changed"),
-                Expected::Exact(wanted) => {
-                    for (at, (found, wanted)) in found.chunks(4).zip(wanted.chunks(4)).enumerate() {
-                        assert!(found == wanted, "{label}: buffer {number}[{at}] is {found:?}, not {wanted:?}");
+                Expected::Unchanged => assert!(actual == buffer.before, "{label}: input {number} was changed"),
+                Expected::Exact(expected) => {
+                    for (at, (actual, expected)) in actual.chunks(4).zip(expected.chunks(4)).enumerate() {
+                        assert!(actual == expected, "{label}: buffer {number}[{at}] is {actual:?}, not {expected:?}");
                     }
                 }
                 Expected::Rows { element, cols, pitch, values } => {
-                    let found = rows(*element, *cols, *pitch, found);
-                    assert_eq!(found.len(), values.len());
-                    for (at, (&found, &wanted)) in found.iter().zip(values).enumerate() {
-                        check(found, wanted, || format!("{label}: buffer {number}[{at}]"));
+                    let actual = rows(*element, *cols, *pitch, actual);
+                    assert_eq!(actual.len(), values.len());
+                    for (at, (&actual, &expected)) in actual.iter().zip(values).enumerate() {
+                        check(actual, expected, || format!("{label}: buffer {number}[{at}]"));
                     }
                 }
-                Expected::Slot(slot, wanted) => {
-                    let place = slot * size_of::<f32>()..(slot + 1) * size_of::<f32>();
-                    let value = bytemuck::pod_read_unaligned::<f32>(&found[place.clone()]);
-                    check(value, *wanted, || format!("{label}: buffer {number}[{slot}]"));
-                    let others = |bytes: &[u8]| [&bytes[..place.start], &bytes[place.end..]].concat();
-                    assert!(others(found) == others(&buffer.before), "{label}: other slots of {number} were changed");
+                Expected::Slot(slot, expected) => {
+                    let range = slot * size_of::<f32>()..(slot + 1) * size_of::<f32>();
+                    let value = bytemuck::pod_read_unaligned::<f32>(&actual[range.clone()]);
+                    check(value, *expected, || format!("{label}: buffer {number}[{slot}]"));
+                    let others = |bytes: &[u8]| [&bytes[..range.start], &bytes[range.end..]].concat();
+                    assert!(others(actual) == others(&buffer.before), "{label}: other slots of {number} were changed");
                 }
                 Expected::Anything => {}
             }
@@ -104,41 +104,42 @@ impl Case {
         assert!(image[gap..].iter().all(|&byte| byte == POISON), "{label}: wrote after the last buffer");
     }
 
-    /// Panics unless two images that both pass [`Case::verify`] agree: the same bits where the result is exact,
-    /// elsewhere within the tolerances of both.
-    pub(crate) fn compare(&self, offsets: &[usize], one: &[u8], other: &[u8]) {
+    /// Panics unless two images that both pass [`Case::verify`] agree: equal bits where the result is exact, otherwise
+    /// within the tolerances of both.
+    pub(crate) fn compare(&self, offsets: &[usize], left: &[u8], right: &[u8]) {
         for (buffer, &offset) in self.buffers.iter().zip(offsets) {
             let range = offset..offset + buffer.before.len();
             match &buffer.after {
                 Expected::Rows { element, cols, pitch, values } => {
                     let floats = |image: &[u8]| rows(*element, *cols, *pitch, &image[range.clone()]);
-                    for ((one, other), &(wanted, allowed)) in floats(one).into_iter().zip(floats(other)).zip(values) {
-                        agree(one, other, wanted, allowed, &self.label);
+                    for ((left, right), &(expected, allowed)) in floats(left).into_iter().zip(floats(right)).zip(values)
+                    {
+                        agree(left, right, expected, allowed, &self.label);
                     }
                 }
-                Expected::Slot(slot, (wanted, allowed)) => {
+                Expected::Slot(slot, (expected, allowed)) => {
                     let float = |image: &[u8]| rows(Element::F32, 1, 1, &image[range.clone()])[*slot];
-                    agree(float(one), float(other), *wanted, *allowed, &self.label);
+                    agree(float(left), float(right), *expected, *allowed, &self.label);
                 }
                 Expected::Anything => {}
-                _ => assert!(one[range.clone()] == other[range], "{}: bits differ", self.label),
+                _ => assert!(left[range.clone()] == right[range], "{}: bits differ", self.label),
             }
         }
     }
 
-    /// Runs the CPU reference and gives the region's contents afterwards.
+    /// Runs the CPU reference and returns the region's contents afterwards.
     pub(crate) fn run_on_host(&self, skew: usize) -> Vec<u8> {
         let (offsets, image) = self.region(skew);
         let arena = Arena::new(&image);
         let addresses: Vec<u64> = offsets.iter().map(|&offset| BASE + offset as u64).collect();
-        // SAFETY: the arena is this test's own and outlives the call.
+        // SAFETY: only this test uses the arena, which outlives the call.
         unsafe { (self.build)(&addresses).run_on_host(&arena) }
             .unwrap_or_else(|error| panic!("{}: {error}", self.label));
         arena.contents()
     }
 }
 
-/// One more value as it is stored.
+/// Appends a value in the element's format.
 pub(crate) fn encode(element: Element, value: f32, to: &mut Vec<u8>) {
     match element {
         Element::F32 => to.extend(value.to_ne_bytes()),
@@ -155,37 +156,37 @@ fn decode(element: Element, bytes: &[u8]) -> f32 {
     }
 }
 
-/// The elements of rows, without what lies between them.
+/// The elements of the rows, without the padding.
 fn rows(element: Element, cols: usize, pitch: usize, bytes: &[u8]) -> Vec<f32> {
     let size = element.bytes() as usize;
     let elements = |row| <[u8]>::chunks_exact(row, size).take(cols);
     bytes.chunks(pitch * size).flat_map(elements).map(|bytes| decode(element, bytes)).collect()
 }
 
-/// Panics unless a value is what it has to be. The place is put into words only then.
-fn check(found: f32, (wanted, allowed): (f64, f64), place: impl Fn() -> String) {
-    if wanted.is_nan() {
-        assert!(found.is_nan(), "{} is {found}, not NaN", place());
-    } else if allowed == 0.0 || wanted.is_infinite() {
-        assert!(found.to_bits() == (wanted as f32).to_bits(), "{} is {found}, not {wanted}", place());
+/// Panics unless a value is as expected. `location` is only called then.
+fn check(actual: f32, (expected, allowed): (f64, f64), location: impl Fn() -> String) {
+    if expected.is_nan() {
+        assert!(actual.is_nan(), "{} is {actual}, not NaN", location());
+    } else if allowed == 0.0 || expected.is_infinite() {
+        assert!(actual.to_bits() == (expected as f32).to_bits(), "{} is {actual}, not {expected}", location());
     } else {
-        let off = (f64::from(found) - wanted).abs();
-        // Written so that NaN fails.
-        assert!(off <= allowed, "{} is {found}, not {wanted}: off by {off:e}, allowed {allowed:e}", place());
+        let error = (f64::from(actual) - expected).abs();
+        // This comparison fails for NaN.
+        assert!(error <= allowed, "{} is {actual}, not {expected}: error {error:e}, allowed {allowed:e}", location());
     }
 }
 
 /// Panics unless two values that both pass [`check`] agree.
-fn agree(one: f32, other: f32, wanted: f64, allowed: f64, label: &str) {
-    let off = (f64::from(one) - f64::from(other)).abs();
-    let same = one.to_bits() == other.to_bits() || (wanted.is_nan() && one.is_nan() && other.is_nan());
-    assert!(same || (allowed > 0.0 && off <= 2.0 * allowed), "{label}: {one} and {other}");
+fn agree(left: f32, right: f32, expected: f64, allowed: f64, label: &str) {
+    let difference = (f64::from(left) - f64::from(right)).abs();
+    let same = left.to_bits() == right.to_bits() || (expected.is_nan() && left.is_nan() && right.is_nan());
+    assert!(same || (allowed > 0.0 && difference <= 2.0 * allowed), "{label}: {left} and {right}");
 }
 
 /// Nominal address of the arena.
 pub(crate) const BASE: u64 = 0x7000_0000_0000;
 
-/// Host memory under made-up device addresses.
+/// Host memory with nominal device addresses.
 pub(crate) struct Arena {
     /// `u128` for alignment.
     memory: NonNull<u128>,
@@ -209,7 +210,7 @@ impl Arena {
 
 impl Drop for Arena {
     fn drop(&mut self) {
-        // SAFETY: made by `Box::leak` in `new`, with this length.
+        // SAFETY: created by `Box::leak` in `new`, with this length.
         drop(unsafe { Box::from_raw(NonNull::slice_from_raw_parts(self.memory, self.words).as_ptr()) });
     }
 }

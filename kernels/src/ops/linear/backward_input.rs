@@ -14,7 +14,7 @@ use crate::storage::{Element, Operand, Precision, Stored, with_stored};
 /// `dx = dy·weight`, zero where the layer's input was not positive.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LinearBackwardInput {
-    /// Storage of dy, weight, mask and dx, and how products are computed.
+    /// Storage of dy, weight, mask and dx, and precision of the GEMM.
     pub precision: Precision,
     /// Rows of dy and dx: examples.
     pub rows: u32,
@@ -30,8 +30,8 @@ pub struct LinearBackwardInput {
     pub weight: u64,
     /// Elements from one row of the weights to the next.
     pub weight_pitch: u32,
-    /// Address of the output of the ReLU before this layer, `[rows, inputs]` with dx's pitch: where it is not positive dx
-    /// is zero.
+    /// Address of the output of the ReLU before this layer, `[rows, inputs]` with dx's pitch: dx is zero where it is
+    /// not positive.
     pub mask: Option<u64>,
     /// Address of dx, `[rows, inputs]`, written.
     pub dx: u64,
@@ -69,8 +69,8 @@ impl LinearBackwardInput {
         let mask = self.mask.map(|mask| buffers.read::<T>(mask, elements)).transpose()?;
         let dx = buffers.write::<T>(self.dx, elements)?;
         self.claim_shared(buffers)?;
-        let dy = Operand::of(dy, self.outputs, self.dy_pitch, self.precision);
-        let weight = Operand::of(weight, self.inputs, self.weight_pitch, self.precision);
+        let dy = Operand::new(dy, self.outputs, self.dy_pitch, self.precision);
+        let weight = Operand::new(weight, self.inputs, self.weight_pitch, self.precision);
         let mut sums = product([self.rows, self.inputs, self.outputs], GemmLayout::NN, &dy, &weight);
         let (inputs, pitch) = (self.inputs as usize, self.dx_pitch as usize);
         if let Some(mask) = mask {
@@ -134,7 +134,7 @@ impl Definition for LinearBackwardInput {
     }
 
     unsafe fn queue(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
-        // SAFETY: the caller vouches for the addresses.
+        // SAFETY: the caller guarantees the addresses.
         unsafe { cuda.launch_linear(&self.plan(), stream, &self.arguments()) }
     }
 

@@ -14,7 +14,7 @@ use crate::storage::{Element, Operand, Precision, Stored, with_stored};
 /// `y = x·weightᵀ (+ bias) (then ReLU)`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LinearForward {
-    /// Storage of x and weight, and how products are computed.
+    /// Storage of x and weight, and precision of the GEMM.
     pub precision: Precision,
     /// Rows of x and y: examples.
     pub rows: u32,
@@ -38,12 +38,11 @@ pub struct LinearForward {
     pub y: u64,
     /// Elements from one row of y to the next.
     pub y_pitch: u32,
-    /// If true, y is f32 whatever the precision: logits.
+    /// If true, y is f32, whatever the precision: for logits.
     pub y_f32: bool,
-    /// Address of [`workspace_bytes`](Self::workspace_bytes) bytes for sums that blocks share; any value if that is
-    /// zero.
+    /// Address of [`workspace_bytes`](Self::workspace_bytes) bytes for the sums of split-k; unused if that is zero.
     pub workspace: u64,
-    /// Address of [`tickets`](Self::tickets) u32 that are zero, and are zero again when the launch is done.
+    /// Address of [`tickets`](Self::tickets) u32 counters, which are zero before and after a launch.
     pub tickets: u64,
 }
 
@@ -79,8 +78,8 @@ impl LinearForward {
         let bias: &[f32] = self.bias.map_or(Ok(Default::default()), |bias| buffers.read(bias, self.outputs.into()))?;
         let y = buffers.write::<Y>(self.y, span(self.rows, self.outputs, self.y_pitch))?;
         self.claim_shared(buffers)?;
-        let x = Operand::of(x, self.inputs, self.x_pitch, self.precision);
-        let weight = Operand::of(weight, self.inputs, self.weight_pitch, self.precision);
+        let x = Operand::new(x, self.inputs, self.x_pitch, self.precision);
+        let weight = Operand::new(weight, self.inputs, self.weight_pitch, self.precision);
         let mut sums = product([self.rows, self.outputs, self.inputs], GemmLayout::NT, &x, &weight);
         let outputs = self.outputs as usize;
         for (y, sums) in y.chunks_mut(self.y_pitch as usize).zip(sums.chunks_exact_mut(outputs)) {
@@ -148,7 +147,7 @@ impl Definition for LinearForward {
     }
 
     unsafe fn queue(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
-        // SAFETY: the caller vouches for the addresses.
+        // SAFETY: the caller guarantees the addresses.
         unsafe { cuda.launch_linear(&self.plan(), stream, &self.arguments()) }
     }
 

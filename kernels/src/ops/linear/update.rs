@@ -1,4 +1,4 @@
-//! The update of a linear layer by a gradient that stays in registers; kernels in `cuda/linear.cuh`.
+//! The SGD update of a linear layer, whose gradient stays in registers; kernels in `cuda/linear.cuh`.
 
 use cudarc::driver::sys::CUstream;
 
@@ -13,10 +13,10 @@ use crate::ops::{F32, U32, area, check_room, or_null, span, total};
 use crate::plan::{Choice, Plan, Product};
 use crate::storage::{Element, Precision, Stored, with_stored};
 
-/// `weight -= rate · dyᵀ·x` and `bias -= rate · Σ_rows dy`: a gradient that is never written.
+/// `weight -= rate · dyᵀ·x` and `bias -= rate · Σ_rows dy`, without writing the gradient.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct LinearUpdate {
-    /// Storage of dy, x and weight, and how products are computed.
+    /// Storage of dy, x and weight, and precision of the GEMM.
     pub precision: Precision,
     /// Rows of dy and x: examples.
     pub rows: u32,
@@ -38,8 +38,8 @@ pub struct LinearUpdate {
     pub weight: u64,
     /// Elements from one row of the weights to the next.
     pub weight_pitch: u32,
-    /// Address of the master weights, `f32[outputs, inputs]` with the weights' pitch, read and written: the weights become
-    /// their rounding. Only for halves.
+    /// Address of the master weights, `f32[outputs, inputs]` with the weights' pitch, read and written; the weights are
+    /// set to their rounded values. Only for 16-bit weights.
     pub master: Option<u64>,
     /// Address of the bias, `f32[outputs]`, read and written.
     pub bias: u64,
@@ -52,7 +52,7 @@ pub struct LinearUpdate {
 linear!(LinearUpdate, self.product(), |self| (self.outputs, self.inputs, self.rows));
 
 impl LinearUpdate {
-    /// With master weights it is a gradient's product that writes more.
+    /// With master weights it uses the gradient's kernel, which then writes more.
     fn product(&self) -> Product {
         if self.master.is_some() { Product::Gradient } else { Product::Update }
     }
@@ -119,7 +119,7 @@ impl Definition for LinearUpdate {
     fn work(&self) -> Work {
         let (plan, each) = (self.plan(), self.element().bytes());
         let weights = area(self.outputs, self.inputs);
-        // Weights are read and written; or masters are, and weights are written.
+        // Weights are read and written; or master weights are, and weights only written.
         let step = if self.master.is_some() { 2 * F32 + each } else { 2 * each };
         Work {
             blocks: plan.blocks,
@@ -148,7 +148,7 @@ impl Definition for LinearUpdate {
     }
 
     unsafe fn queue(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
-        // SAFETY: the caller vouches for the addresses.
+        // SAFETY: the caller guarantees the addresses.
         unsafe { cuda.launch_linear(&self.plan(), stream, &self.arguments()) }
     }
 

@@ -14,7 +14,7 @@ use crate::storage::{Element, Precision, Stored, with_stored};
 /// `dweight = dyᵀ·x · scale` and `dbias = Σ_rows dy · scale`, both f32.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct LinearWeightGradient {
-    /// Storage of dy and x, and how products are computed.
+    /// Storage of dy and x, and precision of the GEMM.
     pub precision: Precision,
     /// Rows of dy and x: examples.
     pub rows: u32,
@@ -36,7 +36,7 @@ pub struct LinearWeightGradient {
     pub dweight: u64,
     /// Elements from one row of the gradient to the next.
     pub dweight_pitch: u32,
-    /// Address of the bias' gradient, `f32[outputs]`, written, if it is wanted.
+    /// Address of the bias gradient, `f32[outputs]`, written; `None` if it is not needed.
     pub dbias: Option<u64>,
     /// As in [`LinearForward`](crate::LinearForward).
     pub workspace: u64,
@@ -133,7 +133,7 @@ impl Definition for LinearWeightGradient {
     }
 
     unsafe fn queue(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
-        // SAFETY: the caller vouches for the addresses.
+        // SAFETY: the caller guarantees the addresses.
         unsafe { cuda.launch_linear(&self.plan(), stream, &self.arguments()) }
     }
 

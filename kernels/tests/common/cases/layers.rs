@@ -96,17 +96,17 @@ pub(crate) fn relu_backward(element: Element, len: u64, seed: u64) -> Case {
     case(&len.to_string(), buffers, move |at| ReluBackward { element, len, y: at[0], dy: at[1], dx: at[2] })
 }
 
-/// With steps around the last place of a half's weights, so that some are lost without master weights.
+/// The updates are of the order of the last place of a 16-bit weight, so that some are lost without master weights.
 pub(crate) fn sgd(element: Element, master: bool, len: u64, seed: u64) -> Case {
     let mut data = Data::new(seed);
     let gradient = data.floats(len, 1.0);
-    let masters = data.floats(len, 1.0);
-    let weights = rounded(element, masters.clone());
+    let master_weights = data.floats(len, 1.0);
+    let weights = rounded(element, master_weights.clone());
     let learning_rate = 0.037;
     let step = |from: &[f32]| -> Vec<f32> {
         gradient.iter().zip(from).map(|(&slope, &weight)| slope.mul_add(-learning_rate, weight)).collect()
     };
-    let after = step(if master { &masters } else { &weights });
+    let after = step(if master { &master_weights } else { &weights });
     let cols = len as u32;
     let in_place = |element: Element, before: &[f32], after: &[f32]| Buffer {
         before: input_rows(element, before, cols, cols).before,
@@ -114,9 +114,9 @@ pub(crate) fn sgd(element: Element, master: bool, len: u64, seed: u64) -> Case {
     };
     let mut buffers = vec![input(&gradient), in_place(element, &weights, &rounded(element, after.clone()))];
     if master {
-        buffers.push(in_place(Element::F32, &masters, &after));
+        buffers.push(in_place(Element::F32, &master_weights, &after));
     }
-    let shape = if master { format!("{len} with masters") } else { len.to_string() };
+    let shape = if master { format!("{len} with master weights") } else { len.to_string() };
     case(&shape, buffers, move |at| Sgd {
         element,
         len,
@@ -127,7 +127,7 @@ pub(crate) fn sgd(element: Element, master: bool, len: u64, seed: u64) -> Case {
     })
 }
 
-/// All kinds of values: of each sign and size, ties, subnormals, and what has no number in a half.
+/// Values of both signs and many magnitudes: ties, subnormals, and values outside the range of f16.
 pub(crate) fn convert(from: Element, to: Element, len: u64, seed: u64) -> Case {
     let mut data = Data::new(seed);
     let powers = data.below(len, 60);
@@ -140,8 +140,8 @@ pub(crate) fn convert(from: Element, to: Element, len: u64, seed: u64) -> Case {
     let cols = len as u32;
     let buffers = vec![input_rows(from, &x, cols, cols), exact_rows(to, &y, cols, cols)];
     for (x, y) in x.iter().zip(&y).filter(|(x, y)| x.is_finite() && y.is_finite()) {
-        let off = (f64::from(*x) - f64::from(*y)).abs();
-        assert!(off <= stored_tolerance(to, (*x).into()), "{x} became {y}");
+        let error = (f64::from(*x) - f64::from(*y)).abs();
+        assert!(error <= stored_tolerance(to, (*x).into()), "{x} became {y}");
     }
     case(&len.to_string(), buffers, move |at| ConvertElements { len, from, to, x: at[0], y: at[1] })
 }

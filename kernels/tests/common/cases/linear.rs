@@ -11,7 +11,7 @@ use crate::common::{Buffer, Case, Expected, POISON};
 
 pub(super) const SEED: u64 = 18;
 
-/// An operand as it is stored, and as the product takes it.
+/// An operand as stored, and its values in the GEMM.
 pub(super) struct Operand {
     pub(super) stored: Vec<f32>,
     cols: u32,
@@ -25,12 +25,12 @@ pub(super) struct Operand {
 fn tf32(value: f32) -> f64 {
     let value = f64::from(value);
     let (_, exponent) = exponent(value);
-    let place = 2.0_f64.powi(exponent - 10);
+    let unit = 2.0_f64.powi(exponent - 10);
     // `round` takes ties away from zero.
-    (value / place).round() * place
+    (value / unit).round() * unit
 }
 
-/// `value = fraction · 2^exponent` with 1 ≤ |fraction| < 2; of zero, any.
+/// `value = fraction · 2^exponent` with 1 ≤ |fraction| < 2; any exponent for zero.
 fn exponent(value: f64) -> (f64, i32) {
     let mut exponent = 0;
     let mut fraction = value.abs();
@@ -43,7 +43,7 @@ fn exponent(value: f64) -> (f64, i32) {
     (fraction, exponent)
 }
 
-/// Elements that a pitch has beyond those that the element type asks for: a whole number of 16 bytes.
+/// The pitch of the element type plus `more` times 16 bytes.
 pub(super) fn pitch(element: Element, cols: u32, more: u32) -> u32 {
     element.pitch(cols) + more * element.pitch(1)
 }
@@ -67,7 +67,7 @@ impl Operand {
         (0..cols).flat_map(|col| (0..rows).map(move |row| row * cols + col)).map(|at| self.values[at]).collect()
     }
 
-    /// Sums of the columns as they are stored, each with its tolerance.
+    /// Sums of the stored columns, each with its tolerance.
     pub(super) fn column_sums(&self) -> Vec<(f64, f64)> {
         let rows = (self.stored.len() / self.cols as usize) as u32;
         let sum = |col: usize| {
@@ -78,7 +78,7 @@ impl Operand {
     }
 }
 
-/// `a·bᵀ` of rows of `k`, each with how far a device may be from it.
+/// `a·bᵀ` of rows of `k`, each with its tolerance.
 pub(super) fn product(a: &[f64], b: &[f64], k: u32) -> Vec<(f64, f64)> {
     let mut out = Vec::with_capacity(a.len() / k as usize * (b.len() / k as usize));
     for a in a.chunks_exact(k as usize) {
@@ -94,12 +94,12 @@ pub(super) fn product(a: &[f64], b: &[f64], k: u32) -> Vec<(f64, f64)> {
     out
 }
 
-/// One operation in f32, and then the rounding to the type of the output.
+/// One operation in f32, then rounding to the type of the output.
 pub(super) fn stored(element: Element, (value, allowed): (f64, f64)) -> (f64, f64) {
     (value, allowed + f64::from(f32::EPSILON) * value.abs() + stored_tolerance(element, value))
 }
 
-/// A layer's launch, and what a choice of its kernel asks for.
+/// A layer's launch, and the requirements of a choice of its kernel.
 trait Layer: Operation + Copy {
     /// Bytes of workspace, and tickets, for the planned kernel.
     fn needs(&self) -> (u64, u64);
@@ -107,7 +107,7 @@ trait Layer: Operation + Copy {
     fn needs_with(&self, choice: Choice) -> (u64, u64);
     /// The kernel's name with this choice.
     fn name_with(&self, choice: Choice) -> String;
-    /// As [`Operation::launch`], with this choice.
+    /// Like [`Operation::launch`], with this choice.
     unsafe fn launch_with(&self, choice: Choice, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError>;
 }
 
@@ -123,9 +123,9 @@ macro_rules! layer {
             }
 
             fn name_with(&self, choice: Choice) -> String {
-                // An update has a kernel of its own only where it streams.
-                let own = $product != Product::Update || choice.tile == Tile::Streamed;
-                let product = if own { $product } else { Product::Gradient };
+                // An update has its own kernel only if it streams.
+                let is_gradient = $product == Product::Update && choice.tile != Tile::Streamed;
+                let product = if is_gradient { Product::Gradient } else { $product };
                 format!("linear_{}_{}_{}", product.name(), self.precision.name(), choice.tile.name())
             }
 
@@ -135,7 +135,7 @@ macro_rules! layer {
                 cuda: &CudaKernels,
                 stream: CUstream,
             ) -> Result<(), KernelError> {
-                // SAFETY: the caller vouches for the addresses.
+                // SAFETY: the caller guarantees the addresses.
                 unsafe { $operation::launch_with(self, choice, cuda, stream) }
             }
         }
@@ -147,15 +147,15 @@ layer!(LinearBackwardInput, Product::Input);
 layer!(LinearWeightGradient, Product::Gradient);
 layer!(LinearUpdate, Product::Update);
 
-/// A launch with a kernel of a test's choice. The host computes all of them alike.
+/// A launch with a given kernel. The host's computation is the same for all choices.
 #[derive(Clone, Debug)]
-struct Chosen<O> {
+struct WithChoice<O> {
     operation: O,
     choice: Choice,
     name: &'static str,
 }
 
-impl<O: Layer + Clone + 'static> Operation for Chosen<O> {
+impl<O: Layer + Clone + 'static> Operation for WithChoice<O> {
     fn name(&self) -> &'static str {
         self.name
     }
@@ -169,38 +169,38 @@ impl<O: Layer + Clone + 'static> Operation for Chosen<O> {
     }
 
     unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
-        // SAFETY: the caller vouches for the addresses.
+        // SAFETY: the caller guarantees the addresses.
         unsafe { self.operation.launch_with(self.choice, cuda, stream) }
     }
 
     unsafe fn run_on_host(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
-        // SAFETY: the caller vouches for the addresses.
+        // SAFETY: the caller guarantees the addresses.
         unsafe { self.operation.run_on_host(memory) }
     }
 }
 
-/// The planned kernel, or the one of a choice. The operation is built from the addresses of `buffers`, then of its
-/// workspace, then of its tickets.
+/// A case for the planned kernel, or for the kernel of a choice. The operation is built from the addresses of
+/// `buffers`, workspace and tickets.
 fn finish<O: Layer + 'static>(
     shape: &str,
     choice: Option<Choice>,
     mut buffers: Vec<Buffer>,
     build: impl Fn(&[u64]) -> O + Send + Sync + 'static,
 ) -> Case {
-    let shapeless = build(&vec![0; buffers.len() + 2]);
-    let (planned, Some(choice)) = (shapeless.needs(), choice) else {
-        let (workspace_bytes, tickets) = shapeless.needs();
+    let template = build(&vec![0; buffers.len() + 2]);
+    let (planned, Some(choice)) = (template.needs(), choice) else {
+        let (workspace_bytes, tickets) = template.needs();
         buffers.extend(shared(workspace_bytes, tickets));
         return case(shape, buffers, build);
     };
-    let chosen = shapeless.needs_with(choice);
-    buffers.extend(shared(planned.0.max(chosen.0), planned.1.max(chosen.1)));
-    // A name lives as long as the program; there are some dozens.
-    let name: &'static str = shapeless.name_with(choice).leak();
-    case(&format!("{shape}, {choice}"), buffers, move |at| Chosen { operation: build(at), choice, name })
+    let required = template.needs_with(choice);
+    buffers.extend(shared(planned.0.max(required.0), planned.1.max(required.1)));
+    // The name lives until the program exits; there are only a few dozen.
+    let name: &'static str = template.name_with(choice).leak();
+    case(&format!("{shape}, {choice}"), buffers, move |at| WithChoice { operation: build(at), choice, name })
 }
 
-/// Every tile that a product can have, alone and with blocks that share its sums, as far as there are any to share.
+/// Every tile of a GEMM, with one block per tile and with split-k.
 pub(crate) fn choices(product: Product, precision: Precision) -> Vec<Choice> {
     let tiles = product.tiles().iter().chain(product.warpgroup_tiles(precision));
     tiles.flat_map(|&tile| [1, 3].map(|splits| Choice { tile, splits })).collect()
@@ -216,17 +216,17 @@ pub(super) fn label([rows, inputs, outputs]: [u32; 3], more: u32) -> String {
     format!("{rows} rows, {inputs} to {outputs}, variant {more}")
 }
 
-/// With bias and ReLU; or, as variant 1, the bare product, in f32 and with a wider pitch.
+/// With bias and ReLU; or, as variant 1, only the GEMM, in f32 and with a wider pitch.
 pub(crate) fn forward(precision: Precision, shape: [u32; 3], more: u32, choice: Option<Choice>) -> Case {
     let [rows, inputs, outputs] = shape;
-    let (mut data, bare) = (Data::new(SEED), more == 1);
+    let (mut data, only_gemm) = (Data::new(SEED), more == 1);
     let x = Operand::new(precision, &mut data, rows, inputs, more);
     let weight = Operand::new(precision, &mut data, outputs, inputs, more);
     let bias = data.floats(outputs.into(), 1.0);
-    let y_element = if bare { Element::F32 } else { precision.element() };
+    let y_element = if only_gemm { Element::F32 } else { precision.element() };
     let y_pitch = pitch(y_element, outputs, more);
     let y = product(&x.values, &weight.values, inputs).into_iter().enumerate().map(|(at, (sum, allowed))| {
-        if bare {
+        if only_gemm {
             return (sum, allowed);
         }
         let bias = bias[at % outputs as usize];
@@ -245,11 +245,11 @@ pub(crate) fn forward(precision: Precision, shape: [u32; 3], more: u32, choice: 
         x_pitch,
         weight: at[1],
         weight_pitch,
-        bias: (!bare).then(|| at[2]),
-        relu: !bare,
+        bias: (!only_gemm).then(|| at[2]),
+        relu: !only_gemm,
         y: at[3],
         y_pitch,
-        y_f32: bare,
+        y_f32: only_gemm,
         workspace: at[4],
         tickets: at[5],
     };
@@ -259,7 +259,7 @@ pub(crate) fn forward(precision: Precision, shape: [u32; 3], more: u32, choice: 
 /// With a mask; or, as variant 1, without one and with a wider pitch.
 pub(crate) fn backward_input(precision: Precision, shape: [u32; 3], more: u32, choice: Option<Choice>) -> Case {
     let [rows, inputs, outputs] = shape;
-    let (mut data, masked, element) = (Data::new(SEED), more == 0, precision.element());
+    let (mut data, with_mask, element) = (Data::new(SEED), more == 0, precision.element());
     let dy = Operand::new(precision, &mut data, rows, outputs, more);
     let weight = Operand::new(precision, &mut data, outputs, inputs, more);
     let mask = rounded(element, data.floats(area(rows, inputs), 1.0).into_iter().map(|x| x.max(0.0)).collect());
@@ -267,7 +267,7 @@ pub(crate) fn backward_input(precision: Precision, shape: [u32; 3], more: u32, c
     let sums = product(&dy.values, &weight.transposed(), outputs);
     let dx = sums.into_iter().zip(&mask).map(
         |(sum, &mask)| {
-            if masked && mask <= 0.0 { (0.0, 0.0) } else { stored(element, sum) }
+            if with_mask && mask <= 0.0 { (0.0, 0.0) } else { stored(element, sum) }
         },
     );
     let mut buffers = vec![dy.buffer(), weight.buffer(), input_rows(element, &mask, inputs, dx_pitch)];
@@ -282,7 +282,7 @@ pub(crate) fn backward_input(precision: Precision, shape: [u32; 3], more: u32, c
         dy_pitch,
         weight: at[1],
         weight_pitch,
-        mask: masked.then(|| at[2]),
+        mask: with_mask.then(|| at[2]),
         dx: at[3],
         dx_pitch,
         workspace: at[4],
@@ -291,10 +291,10 @@ pub(crate) fn backward_input(precision: Precision, shape: [u32; 3], more: u32, c
     finish(&label(shape, more), choice, buffers, build)
 }
 
-/// With the bias' gradient; or, as variant 1, without it and with a wider pitch.
+/// With the bias gradient; or, as variant 1, without it and with a wider pitch.
 pub(crate) fn weight_gradient(precision: Precision, shape: [u32; 3], more: u32, choice: Option<Choice>) -> Case {
     let [rows, inputs, outputs] = shape;
-    let (mut data, biased, scale) = (Data::new(SEED), more == 0, 0.37_f32);
+    let (mut data, with_bias, scale) = (Data::new(SEED), more == 0, 0.37_f32);
     let dy = Operand::new(precision, &mut data, rows, outputs, more);
     let x = Operand::new(precision, &mut data, rows, inputs, more);
     let scaled =
@@ -303,7 +303,7 @@ pub(crate) fn weight_gradient(precision: Precision, shape: [u32; 3], more: u32, 
     let dweight_pitch = pitch(Element::F32, inputs, more);
     let dbias = within(dy.column_sums().into_iter().map(scaled).collect());
     let mut buffers = vec![dy.buffer(), x.buffer(), within_rows(Element::F32, sums.collect(), inputs, dweight_pitch)];
-    buffers.push(if biased { dbias } else { input(&dbias.before) });
+    buffers.push(if with_bias { dbias } else { input(&dbias.before) });
     let (dy_pitch, x_pitch) = (dy.pitch, x.pitch);
     let build = move |at: &[u64]| LinearWeightGradient {
         precision,
@@ -317,22 +317,22 @@ pub(crate) fn weight_gradient(precision: Precision, shape: [u32; 3], more: u32, 
         scale,
         dweight: at[2],
         dweight_pitch,
-        dbias: biased.then(|| at[3]),
+        dbias: with_bias.then(|| at[3]),
         workspace: at[4],
         tickets: at[5],
     };
     finish(&label(shape, more), choice, buffers, build)
 }
 
-/// Without master weights; or, as variant 1, with them if they are halves, and with a wider pitch.
+/// Without master weights; or, as variant 1, with them for 16-bit types, and with a wider pitch.
 pub(crate) fn update(precision: Precision, shape: [u32; 3], more: u32, choice: Option<Choice>) -> Case {
     let [rows, inputs, outputs] = shape;
     let (mut data, element, rate) = (Data::new(SEED), precision.element(), 0.037_f32);
-    let mastered = more == 1 && element != Element::F32;
+    let with_master = more == 1 && element != Element::F32;
     let dy = Operand::new(precision, &mut data, rows, outputs, more);
     let x = Operand::new(precision, &mut data, rows, inputs, more);
-    let masters = data.floats(area(outputs, inputs), 1.0);
-    let weights = rounded(element, masters.clone());
+    let master_weights = data.floats(area(outputs, inputs), 1.0);
+    let weights = rounded(element, master_weights.clone());
     let biases = data.floats(outputs.into(), 1.0);
     let stepped = |from: &[f32], sums: Vec<(f64, f64)>| -> Vec<(f64, f64)> {
         let step = |(&from, (sum, allowed)): (&f32, (f64, f64))| {
@@ -342,20 +342,21 @@ pub(crate) fn update(precision: Precision, shape: [u32; 3], more: u32, choice: O
         from.iter().zip(sums).map(step).collect()
     };
     let sums = product(&dy.transposed(), &x.transposed(), rows);
-    let after = stepped(if mastered { &masters } else { &weights }, sums);
-    let halves = after.iter().map(|&(value, allowed)| (value, allowed + stored_tolerance(element, value))).collect();
+    let after = stepped(if with_master { &master_weights } else { &weights }, sums);
+    let rounded_weights =
+        after.iter().map(|&(value, allowed)| (value, allowed + stored_tolerance(element, value))).collect();
     let weight_pitch = pitch(element, inputs, more);
     let in_place = |element: Element, before: &[f32], after: Vec<(f64, f64)>| Buffer {
         before: input_rows(element, before, inputs, weight_pitch).before,
         ..within_rows(element, after, inputs, weight_pitch)
     };
     let bias = within(stepped(&biases, dy.column_sums()));
-    let master = in_place(Element::F32, &masters, after);
+    let master = in_place(Element::F32, &master_weights, after);
     let buffers = vec![
         dy.buffer(),
         x.buffer(),
-        in_place(element, &weights, halves),
-        if mastered { master } else { input(&master.before) },
+        in_place(element, &weights, rounded_weights),
+        if with_master { master } else { input(&master.before) },
         Buffer { before: input(&biases).before, ..bias },
     ];
     let (dy_pitch, x_pitch) = (dy.pitch, x.pitch);
@@ -371,7 +372,7 @@ pub(crate) fn update(precision: Precision, shape: [u32; 3], more: u32, choice: O
         rate,
         weight: at[2],
         weight_pitch,
-        master: mastered.then(|| at[3]),
+        master: with_master.then(|| at[3]),
         bias: at[4],
         workspace: at[5],
         tickets: at[6],

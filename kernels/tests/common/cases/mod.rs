@@ -1,5 +1,5 @@
-//! The operations on random data, with results computed in `f64` and the tolerance of each, stated here and only here.
-//! The crate's documentation repeats them.
+//! The operations on random data, with results computed in `f64` and their tolerances, which are defined here. The
+//! crate's documentation repeats them.
 
 mod gather;
 mod layers;
@@ -13,7 +13,7 @@ use chacha20::ChaCha8Rng;
 use kernels::{Choice, Element, GemmLayout, Operation, Precision, Product, Tile};
 use rand::{RngExt, SeedableRng};
 
-pub(crate) use gather::{Picked, gather_labels, gather_rows_f32, gather_rows_u8};
+pub(crate) use gather::{Selection, gather_labels, gather_rows_f32, gather_rows_u8};
 pub(crate) use layers::{add_bias, bias_gradient, convert, fill, gemm, relu, relu_backward, sgd};
 pub(crate) use linear::{backward_input, choices, forward, update, weight_gradient};
 pub(crate) use outputs::{
@@ -23,18 +23,18 @@ pub(crate) use outputs::{
 
 use super::{Buffer, Build, Case, Expected, POISON, encode};
 
-/// Maximum error of a sum of `count` products, given the sum of their magnitudes. Rounding errors of
-/// random sign grow as the square root; the factor leaves room for bad luck.
+/// Maximum error of a sum of `count` products, given the sum of their magnitudes. Rounding errors of random sign grow
+/// as the square root of the count; the factor is a safety margin.
 fn sum_tolerance(count: u32, magnitude: f64) -> f64 {
     4.0 * f64::from(count).sqrt() * f64::from(f32::EPSILON) * magnitude
 }
 
-/// Losses.
+/// Maximum error of a loss.
 fn loss_tolerance(loss: f64) -> f64 {
     2e-6 * (1.0 + loss.abs())
 }
 
-/// Gradients of the logits.
+/// Maximum error of a gradient of the logits.
 fn gradient_tolerance(scale: f32) -> f64 {
     2e-6 * f64::from(scale.abs())
 }
@@ -84,7 +84,7 @@ fn within(values: Vec<(f64, f64)>) -> Buffer {
     within_rows(Element::F32, values, cols, cols)
 }
 
-/// Values as they are after they were stored.
+/// The values after storage.
 fn rounded(element: Element, values: Vec<f32>) -> Vec<f32> {
     match element {
         Element::F32 => values,
@@ -93,7 +93,7 @@ fn rounded(element: Element, values: Vec<f32>) -> Vec<f32> {
     }
 }
 
-/// Rows in memory, poison between them, and nothing after the last.
+/// Rows in memory, with poison in the padding between them.
 fn input_rows(element: Element, values: &[f32], cols: u32, pitch: u32) -> Buffer {
     let size = element.bytes() as usize;
     let mut before = Vec::new();
@@ -104,7 +104,7 @@ fn input_rows(element: Element, values: &[f32], cols: u32, pitch: u32) -> Buffer
     Buffer { before, after: Expected::Unchanged }
 }
 
-/// Rows that an operation writes, poisoned beforehand.
+/// Output rows, poisoned beforehand.
 fn within_rows(element: Element, values: Vec<(f64, f64)>, cols: u32, pitch: u32) -> Buffer {
     let (cols, pitch) = (cols as usize, pitch as usize);
     let elements = (values.len() / cols - 1) * pitch + cols;
@@ -112,7 +112,7 @@ fn within_rows(element: Element, values: Vec<(f64, f64)>, cols: u32, pitch: u32)
     Buffer { before, after: Expected::Rows { element, cols, pitch, values } }
 }
 
-/// An output with the bits of these values, which the element type holds.
+/// An output with the exact bits of these values.
 fn exact_rows(element: Element, values: &[f32], cols: u32, pitch: u32) -> Buffer {
     within_rows(element, values.iter().map(|&value| (value.into(), 0.0)).collect(), cols, pitch)
 }
@@ -124,7 +124,7 @@ fn case<O: Operation + 'static>(
 ) -> Case {
     let name = build(&vec![0; buffers.len()]).name();
     let build: Build = Box::new(move |at| Box::new(build(at)));
-    Case { label: format!("{name} {shape}"), buffers, picked: Vec::new(), build }
+    Case { label: format!("{name} {shape}"), buffers, selected: Vec::new(), build }
 }
 
 fn area(rows: u32, cols: u32) -> u64 {
@@ -133,7 +133,7 @@ fn area(rows: u32, cols: u32) -> u64 {
 
 pub(crate) const LAYOUTS: [GemmLayout; 3] = [GemmLayout::NN, GemmLayout::NT, GemmLayout::TN];
 
-/// m, n, k: nothing but ones, thin, fat, multiples of tiles and one off them; the last two take the `tiled` kernel.
+/// m, n, k: all one, thin, wide, multiples of tiles and one more; the last two use the `tiled` kernel.
 const PRODUCTS: [[u32; 3]; 10] = [
     [1, 1, 1],
     [61, 784, 10],
@@ -146,12 +146,12 @@ const PRODUCTS: [[u32; 3]; 10] = [
     [784, 784, 33],
     [641, 643, 37],
 ];
-/// Rows, columns, and what a pitch has beyond those of the element type.
+/// Rows, columns, and the additional elements of a pitch.
 const MATRICES: [[u32; 3]; 7] =
     [[1, 1, 0], [1, 784, 0], [61, 1, 8], [33, 10, 0], [64, 785, 0], [61, 16, 3], [1025, 33, 8]];
 const CLASSES: [[u32; 2]; 6] = [[1, 1], [61, 10], [64, 3], [1, 31], [33, 33], [1027, 100]];
 const LENGTHS: [u64; 8] = [1, 8, 31, 255, 256, 257, 2049, 50_177];
-/// Rows, inputs, outputs: nothing but ones, thin, fat, multiples of tiles and one off them, and those of the study.
+/// Rows, inputs, outputs: all one, thin, wide, multiples of tiles and one more, and the shapes of the experiments.
 const LAYERS: [[u32; 3]; 11] = [
     [1, 1, 1],
     [1, 33, 1],
@@ -166,18 +166,19 @@ const LAYERS: [[u32; 3]; 11] = [
     LARGEST,
 ];
 const LARGEST: [u32; 3] = [64, 784, 784];
-/// More than one of most tiles each way, the last ones not full, and some trips of every kernel's loop.
+/// More than one tile of most kernels in each direction with partial last tiles, and several iterations of every main
+/// loop.
 const UNEVEN: [u32; 3] = [137, 161, 149];
 const ELEMENTS: [Element; 3] = [Element::F32, Element::Bf16, Element::F16];
 
-/// Every operation on shapes that are not a multiple of any tile. Built once, since the models take seconds.
+/// Every operation on shapes that are not a multiple of any tile. Built once, because the models take seconds.
 pub(crate) fn all() -> &'static [Case] {
     static CASES: OnceLock<Vec<Case>> = OnceLock::new();
-    CASES.get_or_init(|| [whole_matrices(), typed(), losses(), layers()].into_iter().flatten().collect())
+    CASES.get_or_init(|| [without_element_types(), typed(), losses(), layers()].into_iter().flatten().collect())
 }
 
 /// Operations without element types.
-fn whole_matrices() -> Vec<Case> {
+fn without_element_types() -> Vec<Case> {
     let mut cases = Vec::new();
     for shape in PRODUCTS {
         for layout in LAYOUTS {
@@ -185,7 +186,7 @@ fn whole_matrices() -> Vec<Case> {
         }
     }
     for [rows, _, _] in MATRICES {
-        cases.extend([false, true].map(|cursor| gather_labels(Picked { rows, source_rows: 257, cursor }, 6)));
+        cases.extend([false, true].map(|cursor| gather_labels(Selection { rows, source_rows: 257, cursor }, 6)));
     }
     for [rows, classes] in CLASSES {
         for range in [1.0, 10.0, 1000.0] {
@@ -199,20 +200,20 @@ fn whole_matrices() -> Vec<Case> {
     cases
 }
 
-/// Each element by itself.
+/// Operations with an element type, for each type.
 fn typed() -> Vec<Case> {
     let mut cases = Vec::new();
     for element in ELEMENTS {
         for [rows, cols, more] in MATRICES {
-            // Dense, as f32 usually is; and with a pitch, as halves usually are.
+            // Dense, as is usual for f32; and with a pitch, as is usual for 16-bit types.
             for pitch in [cols, element.pitch(cols) + more] {
                 let shape = [rows, cols, pitch];
                 cases.push(add_bias(element, shape, 2));
                 cases.push(bias_gradient(element, shape, 3));
                 for cursor in [false, true] {
-                    let picked = Picked { rows, source_rows: 7, cursor };
-                    cases.push(gather_rows_u8(element, picked, [cols, pitch], 4));
-                    cases.push(gather_rows_f32(element, picked, [cols, pitch], 5));
+                    let selection = Selection { rows, source_rows: 7, cursor };
+                    cases.push(gather_rows_u8(element, selection, [cols, pitch], 4));
+                    cases.push(gather_rows_f32(element, selection, [cols, pitch], 5));
                 }
             }
         }
@@ -237,8 +238,8 @@ fn losses() -> Vec<Case> {
             for pitch in [classes, element.pitch(classes)] {
                 let shape = [rows, classes, pitch];
                 cases.extend([1.0, 10.0, 1000.0].map(|range| softmax_cross_entropy(element, shape, range, 7)));
-                for wanted in [TRAINING, EVALUATION, ALL_BUT_ADVANCE] {
-                    cases.extend([true, false].map(|numbers| softmax_loss(element, shape, (wanted, numbers), 17)));
+                for outputs in [TRAINING, EVALUATION, ALL_BUT_ADVANCE] {
+                    cases.extend([true, false].map(|numbers| softmax_loss(element, shape, (outputs, numbers), 17)));
                 }
             }
         }
@@ -246,15 +247,15 @@ fn losses() -> Vec<Case> {
     cases
 }
 
-/// Shapes of updates that stream: with 32 steps of k in a stage and with 64, tiles that are full and tiles that are not.
+/// Shapes of updates that stream: with 32 and with 64 steps of k in a stage, and with complete and partial tiles.
 const STREAMED: [[u32; 3]; 2] = [[29, 264, 130], [61, 136, 300]];
 
-/// The linear layers' launches: shapes with their planned kernels, and every kernel on one shape.
+/// The linear layers' launches: several shapes with their planned kernels, and every kernel on one shape.
 fn layers() -> Vec<Case> {
     let mut cases = Vec::new();
     for precision in Precision::ALL {
         for shape in LAYERS {
-            // The models of the largest take longest.
+            // The models of the largest shape take longest.
             let variants = if shape == LARGEST { 1 } else { 2 };
             for variant in 0..variants {
                 cases.push(forward(precision, shape, variant, None));
@@ -274,7 +275,7 @@ fn layers() -> Vec<Case> {
                 cases.push(weight_gradient(precision, UNEVEN, variant, choice));
                 cases.push(update(precision, UNEVEN, variant, choice));
             }
-            // Without master weights, and with rows that end on 16 bytes.
+            // Without master weights, and with rows that are a multiple of 16 bytes.
             let streamed = Choice { tile: Tile::Streamed, splits: 1 };
             if variant == 0 && Product::Update.warpgroup_tiles(precision).contains(&streamed.tile) {
                 cases.extend(STREAMED.map(|shape| update(precision, shape, variant, Some(streamed))));

@@ -12,7 +12,7 @@ use crate::common::{Buffer, Case, Expected};
 fn softmax(logits: &[f32], labels: &[u32], classes: u32) -> (Vec<f64>, Vec<f64>) {
     let (mut losses, mut probabilities) = (Vec::new(), Vec::new());
     for (row, &label) in logits.chunks(classes as usize).zip(labels) {
-        // NaN is never the greatest, and then makes a NaN of the sum.
+        // NaN is never the maximum, and makes the sum NaN.
         let max = row.iter().fold(f64::NEG_INFINITY, |max, &x| max.max(x.into()));
         let exponentials: Vec<f64> = row.iter().map(|&x| (f64::from(x) - max).exp()).collect();
         let sum: f64 = exponentials.iter().sum();
@@ -22,7 +22,7 @@ fn softmax(logits: &[f32], labels: &[u32], classes: u32) -> (Vec<f64>, Vec<f64>)
     (losses, probabilities)
 }
 
-/// `(softmax − onehot) · scale` as it is stored.
+/// The stored `(softmax − onehot) · scale`.
 fn gradients(element: Element, probabilities: &[f64], labels: &[u32], classes: u32, scale: f32) -> Vec<(f64, f64)> {
     let gradient = |(i, probability): (usize, &f64)| {
         let (row, class) = (i / classes as usize, i % classes as usize);
@@ -33,13 +33,13 @@ fn gradients(element: Element, probabilities: &[f64], labels: &[u32], classes: u
     probabilities.iter().enumerate().map(gradient).collect()
 }
 
-/// Small halves have few bits: a training run scales its loss so that gradients are not among them.
+/// Small f16 values have few bits: training scales its loss so that gradients are not among them.
 fn scale(element: Element, rows: u32) -> f32 {
     let loss_scale = if element == Element::F16 { 1024.0 } else { 1.0 };
     loss_scale / rows as f32
 }
 
-/// `range` is that of the logits: with 1000, exponentials that are not taken relative to the maximum overflow.
+/// `range` is the range of the logits: with 1000, exponentials overflow unless the maximum is subtracted.
 pub(crate) fn softmax_cross_entropy(element: Element, [rows, classes, pitch]: [u32; 3], range: f32, seed: u64) -> Case {
     let mut data = Data::new(seed);
     let (logits, labels) = (data.floats(area(rows, classes), range), data.below(rows.into(), classes));
@@ -62,9 +62,9 @@ pub(crate) fn softmax_cross_entropy(element: Element, [rows, classes, pitch]: [u
     })
 }
 
-/// Outputs of a launch other than the mean of the losses.
+/// Optional outputs of a launch.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Wanted {
+pub(crate) struct Outputs {
     pub(crate) dlogits: bool,
     pub(crate) correct: bool,
     pub(crate) cursor: bool,
@@ -72,9 +72,9 @@ pub(crate) struct Wanted {
 }
 
 /// A training step's launch, and an evaluation's.
-pub(crate) const TRAINING: Wanted = Wanted { dlogits: true, correct: false, cursor: true, advance: true };
-pub(crate) const EVALUATION: Wanted = Wanted { dlogits: false, correct: true, cursor: false, advance: false };
-pub(crate) const ALL_BUT_ADVANCE: Wanted = Wanted { dlogits: true, correct: true, cursor: true, advance: false };
+pub(crate) const TRAINING: Outputs = Outputs { dlogits: true, correct: false, cursor: true, advance: true };
+pub(crate) const EVALUATION: Outputs = Outputs { dlogits: false, correct: true, cursor: false, advance: false };
+pub(crate) const ALL_BUT_ADVANCE: Outputs = Outputs { dlogits: true, correct: true, cursor: true, advance: false };
 
 /// The slot of a step among others, selected by a cursor.
 const STEP: u32 = 2;
@@ -85,11 +85,11 @@ fn slot(cursor: bool, value: (f64, f64)) -> Buffer {
     Buffer { before: vec![POISON; SLOTS * size_of::<f32>()], after: Expected::Slot(at, value) }
 }
 
-/// With ties, for which the rules of the count matter; and, if asked for, with logits that have no number.
+/// With ties, to test that the first class wins; and, unless `numbers`, with NaN and infinite logits.
 pub(crate) fn softmax_loss(
     element: Element,
     [rows, classes, pitch]: [u32; 3],
-    (wanted, numbers): (Wanted, bool),
+    (outputs, numbers): (Outputs, bool),
     seed: u64,
 ) -> Case {
     let mut data = Data::new(seed);
@@ -111,13 +111,13 @@ pub(crate) fn softmax_loss(
         classes,
         logits: at[0],
         labels: at[1],
-        dlogits: wanted.dlogits.then(|| at[2]),
+        dlogits: outputs.dlogits.then(|| at[2]),
         dlogits_pitch: pitch,
         scale,
         loss: at[3],
-        correct: wanted.correct.then(|| at[4]),
-        cursor: wanted.cursor.then(|| at[5]),
-        advance: wanted.advance,
+        correct: outputs.correct.then(|| at[4]),
+        cursor: outputs.cursor.then(|| at[5]),
+        advance: outputs.advance,
         workspace: at[6],
         tickets: at[7],
     };
@@ -128,15 +128,15 @@ pub(crate) fn softmax_loss(
     let buffers = vec![
         input(&logits),
         input(&labels),
-        unused(within_rows(element, dlogits, classes, pitch), wanted.dlogits),
-        slot(wanted.cursor, (mean, allowed)),
-        unused(exact(&[correct]), wanted.correct),
-        unused(cursor, wanted.advance),
+        unused(within_rows(element, dlogits, classes, pitch), outputs.dlogits),
+        slot(outputs.cursor, (mean, allowed)),
+        unused(exact(&[correct]), outputs.correct),
+        unused(cursor, outputs.advance),
         Buffer { before: workspace, after: Expected::Anything },
         input(&vec![0_u32; shape.tickets() as usize]),
     ];
-    let case = case(&format!("{rows}x{classes} pitch {pitch} {wanted:?}, numbers: {numbers}"), buffers, build);
-    Case { picked: if wanted.cursor { vec![3] } else { Vec::new() }, ..case }
+    let case = case(&format!("{rows}x{classes} pitch {pitch} {outputs:?}, numbers: {numbers}"), buffers, build);
+    Case { selected: if outputs.cursor { vec![3] } else { Vec::new() }, ..case }
 }
 
 pub(crate) fn advance_cursor() -> Case {
@@ -168,10 +168,10 @@ pub(crate) fn mean_loss(rows: u32, cursor: bool, seed: u64) -> Case {
     let shape = if cursor { format!("{rows} at a cursor") } else { rows.to_string() };
     let case =
         case(&shape, buffers, move |at| MeanLoss { rows, losses: at[0], out: at[1], cursor: cursor.then(|| at[2]) });
-    Case { picked: if cursor { vec![1] } else { Vec::new() }, ..case }
+    Case { selected: if cursor { vec![1] } else { Vec::new() }, ..case }
 }
 
-/// Logits with many ties, where the first has to win, and some NaN, which never may.
+/// Logits with many ties, of which the first must win, and some NaN, which must not win.
 fn logits_with_ties(data: &mut Data, rows: u32, classes: u32) -> (Vec<f32>, Vec<u32>) {
     let logits: Vec<f32> = data
         .below(area(rows, classes), 9)
@@ -199,7 +199,7 @@ fn greatest(logits: &[f32], classes: u32) -> Vec<u32> {
 pub(crate) fn count_correct(rows: u32, classes: u32, seed: u64) -> Case {
     let mut data = Data::new(seed);
     let (logits, greatest) = logits_with_ties(&mut data, rows, classes);
-    // About half of the labels are right.
+    // About half of the labels are correct.
     let mut labels = data.below(rows.into(), classes);
     labels.iter_mut().zip(&greatest).step_by(2).for_each(|(label, greatest)| *label = *greatest);
     let correct = labels.iter().zip(&greatest).filter(|(label, greatest)| label == greatest).count() as u32;
