@@ -78,10 +78,10 @@ impl AllBlocks<'_> {
     }
 
     /// Removes the selected blocks, in address order.
-    pub(crate) fn take_where(&mut self, wanted: impl Fn(&Held) -> bool) -> Vec<Held> {
+    pub(crate) fn take_where(&mut self, filter: impl Fn(&Held) -> bool) -> Vec<Held> {
         let mut taken = Vec::new();
         for table in &mut self.0 {
-            taken.extend(table.extract_if(|_, held| wanted(held)).map(|(_, held)| held));
+            taken.extend(table.extract_if(|_, held| filter(held)).map(|(_, held)| held));
         }
         taken.sort_unstable_by_key(|held| held.block.addr());
         taken

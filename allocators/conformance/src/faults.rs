@@ -77,7 +77,7 @@ impl Rig {
             (CallKind::StreamCreate, CallKind::StreamDestroy),
             (CallKind::CaptureEnd, CallKind::GraphDestroy),
         ];
-        let open = pairs.map(|(made, gone)| (made, self.count(made).saturating_sub(self.count(gone))));
+        let open = pairs.map(|(created, released)| (created, self.count(created).saturating_sub(self.count(released))));
         open.into_iter().filter(|(_, open)| *open > 0).collect()
     }
 }

@@ -24,9 +24,13 @@ const DIRECTORIES: [&str; 9] = [
 pub fn candidates(named: Option<&Path>) -> Vec<PathBuf> {
     let mut out: Vec<PathBuf> = named.map(Path::to_owned).into_iter().collect();
     let listed = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
-    out.extend(std::env::split_paths(&listed).filter(|one| !one.as_os_str().is_empty()).map(|one| one.join(FILE)));
+    out.extend(
+        std::env::split_paths(&listed)
+            .filter(|directory| !directory.as_os_str().is_empty())
+            .map(|directory| directory.join(FILE)),
+    );
     out.extend(cached(&std::fs::read("/etc/ld.so.cache").unwrap_or_default()));
-    out.extend(DIRECTORIES.map(|one| Path::new(one).join(FILE)));
+    out.extend(DIRECTORIES.map(|directory| Path::new(directory).join(FILE)));
     out.retain(|path| path.is_file());
     out
 }

@@ -208,8 +208,8 @@ mod tests {
     fn a_gap_is_filled_from_its_top_and_the_highest_first() {
         let mut range = range();
         let at: Vec<u64> = (0..6).map(|_| range.place(128 * MIB, u64::MAX).unwrap()).collect();
-        for gone in [1, 3, 4] {
-            assert_eq!(range.free(at[gone]), Some(128 * MIB));
+        for index in [1, 3, 4] {
+            assert_eq!(range.free(at[index]), Some(128 * MIB));
         }
         // Two neighbours are one gap of 256.
         assert_eq!(below_top(&mut range, 192), 576);

@@ -269,10 +269,10 @@ fn what_is_no_regular_file_stays() {
     if made {
         cases.push(("null", "is a device"));
     }
-    for (name, said) in cases {
+    for (name, message) in cases {
         for existing in BOTH {
             let line = refused(&at(name), existing);
-            assert!(line.contains(said) && line.contains("name a file"), "{line}");
+            assert!(line.contains(message) && line.contains("name a file"), "{line}");
         }
         assert!(!fs::symlink_metadata(at(name)).unwrap().file_type().is_file(), "{name}");
     }
@@ -291,7 +291,7 @@ fn a_name_that_cannot_be_is_refused_at_once() {
     let folder = TempDir::new().unwrap();
     let at = |name: &str| folder.path().join(name);
     fs::write(at("file"), "").unwrap();
-    for (path, said) in [
+    for (path, message) in [
         (PathBuf::new(), "names no file"),
         (at("absent/file"), "there is no folder"),
         (at("absent/"), "is a directory"),
@@ -301,7 +301,7 @@ fn a_name_that_cannot_be_is_refused_at_once() {
         (folder.path().join(std::ffi::OsStr::from_bytes(b"a\0b")), "cannot be made"),
     ] {
         let error = write(&path, Existing::Replace, "new").unwrap_err();
-        assert!(error.problem.is_refusal() && error.to_string().contains(said), "{path:?}: {error}");
+        assert!(error.problem.is_refusal() && error.to_string().contains(message), "{path:?}: {error}");
     }
     assert_eq!(names(folder.path()), ["file"]);
 }

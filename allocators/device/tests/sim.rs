@@ -116,9 +116,9 @@ fn plain_memory_is_accounted_in_pages() {
             unsafe { sim.mem_free(addr) }.unwrap();
         }
         let used = start - free_bytes(sim.as_ref());
-        let wanted: u64 = live.values().sum();
-        assert!(used >= wanted && used.is_multiple_of(2 * MIB), "{used} held for {wanted}");
-        assert!(used <= 2 * (wanted + 2 * MIB * live.len() as u64), "{used} held for {wanted}");
+        let requested: u64 = live.values().sum();
+        assert!(used >= requested && used.is_multiple_of(2 * MIB), "{used} held for {requested}");
+        assert!(used <= 2 * (requested + 2 * MIB * live.len() as u64), "{used} held for {requested}");
     }
     for addr in live.into_keys() {
         // SAFETY: allocated above, freed once.

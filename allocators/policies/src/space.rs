@@ -13,11 +13,11 @@
 //! let stream = unsafe { StreamId::from_raw(7) };
 //! let list = FreeList { owner: Owner::of(stream), pool: None };
 //! let mut space = Space::new(Account::new());
-//! let whole = space.add_segment(list, 0x1000, 4096); // one free block
-//! let rest = space.take(whole, 1024, 1000).expect("3072 bytes are left");
-//! assert_eq!(space[whole].state, State::Held);
-//! assert_eq!((space[rest].addr, space[rest].bytes), (0x1400, 3072));
-//! let joined = space.free(whole);
+//! let block = space.add_segment(list, 0x1000, 4096); // a segment of one free block
+//! let remainder = space.take(block, 1024, 1000).expect("3072 bytes remain");
+//! assert_eq!(space[block].state, State::Held);
+//! assert_eq!((space[remainder].addr, space[remainder].bytes), (0x1400, 3072));
+//! let joined = space.free(block);
 //! assert_eq!(joined.block.bytes, 4096);
 //! ```
 #![forbid(unsafe_code)]
@@ -195,7 +195,7 @@ impl Space {
         let Segment { list, bytes, mapped, busy, expandable, first, .. } = self[segment];
         assert_eq!(busy, 0, "a segment in use should not be released");
         let several = self[first].next.is_some();
-        let (mut gone, mut next) = (Vec::new(), Some(first));
+        let (mut removed, mut next) = (Vec::new(), Some(first));
         while let Some(block) = next {
             let record = self.blocks.remove(block.key());
             next = record.next;
@@ -203,7 +203,7 @@ impl Space {
                 if several && !expandable {
                     self.account.split_changed(list, -1, -record.bytes.cast_signed());
                 }
-                gone.push(FreeBlock::of(block, &record));
+                removed.push(FreeBlock::of(block, &record));
             }
         }
         self.segments.remove(segment.0);
@@ -212,7 +212,7 @@ impl Space {
         } else {
             self.account.segment_removed(list, bytes);
         }
-        gone
+        removed
     }
 
     /// Splits the front of `bytes` off a block, without counting. Returns the remainder.
@@ -303,7 +303,7 @@ impl Space {
     pub fn join_behind(&mut self, block: BlockId) -> FreeBlock {
         let behind = self[block].next.expect("there should be a block behind the one that is joined");
         let alike = (State::Free, self[block].list);
-        assert!([block, behind].iter().all(|one| (self[*one].state, self[*one].list) == alike), "both should be free");
+        assert!([block, behind].iter().all(|id| (self[*id].state, self[*id].list) == alike), "both should be free");
         let removed = FreeBlock::of(behind, &self[behind]);
         self.join_next(block);
         let after = counted(self[block].is_split(), self[block].bytes);

@@ -194,18 +194,18 @@ fn a_block_whose_own_stream_is_gone_comes_back() {
 fn a_stream_that_was_forgotten_is_named_no_more() {
     for kind in backends::all() {
         let bench = Bench::new(&Selection::of(kind), GIB);
-        let gone = bench.sim.stream_create().unwrap();
-        let own = allocate(bench.allocator.as_ref(), BYTES, gone).unwrap();
-        let [held, freed] = [0, 1].map(|_| bench.allocate(BYTES));
-        for block in [&held, &freed] {
-            bench.allocator.record_use(block, gone).unwrap();
+        let destroyed_stream = bench.sim.stream_create().unwrap();
+        let own_block = allocate(bench.allocator.as_ref(), BYTES, destroyed_stream).unwrap();
+        let [live, freed] = [0, 1].map(|_| bench.allocate(BYTES));
+        for block in [&live, &freed] {
+            bench.allocator.record_use(block, destroyed_stream).unwrap();
         }
         bench.free(freed).unwrap();
         bench.sim.device_synchronize().unwrap();
-        bench.allocator.forget_stream(gone);
-        bench.destroy(gone);
-        bench.free(held).unwrap();
-        free(bench.allocator.as_ref(), own, gone).unwrap();
+        bench.allocator.forget_stream(destroyed_stream);
+        bench.destroy(destroyed_stream);
+        bench.free(live).unwrap();
+        free(bench.allocator.as_ref(), own_block, destroyed_stream).unwrap();
         assert_eq!(bench.allocator.stats().active.all.current, 0, "{kind}: nothing waits");
         bench.allocator.trim(0).unwrap();
         check_nothing_held(&bench.allocator.stats());
@@ -228,20 +228,20 @@ fn twins(kind: &'static Backend) -> [(Bench, Block); 2] {
 #[test]
 fn block_of_another_device_is_refused_and_freed_by_its_owner() {
     for kind in backends::all() {
-        let [(mine, own), (other, foreign)] = twins(kind);
-        let before = mine.allocator.stats();
-        let error = mine.allocator.record_use(&foreign, mine.sim.stream_create().unwrap()).unwrap_err();
+        let [(first, own), (second, foreign)] = twins(kind);
+        let before = first.allocator.stats();
+        let error = first.allocator.record_use(&foreign, first.sim.stream_create().unwrap()).unwrap_err();
         assert!(matches!(error, AllocError::ForeignBlock { .. }), "{kind}: {error}");
-        let error = mine.free(foreign).unwrap_err();
-        assert_eq!(mine.allocator.stats(), before, "{kind}: a refusal should change nothing");
+        let error = first.free(foreign).unwrap_err();
+        assert_eq!(first.allocator.stats(), before, "{kind}: a refusal should change nothing");
         let AllocError::ForeignBlock { block, .. } = &error else { panic!("{kind}: {error}") };
         let copy = error.clone();
-        other.free(block.take().unwrap()).unwrap();
-        check_nothing_held(&other.allocator.stats());
+        second.free(block.take().unwrap()).unwrap();
+        check_nothing_held(&second.allocator.stats());
         let AllocError::ForeignBlock { block, .. } = copy else { panic!("{kind}") };
         assert!(block.take().is_none(), "{kind}: a block is given back once");
-        mine.free(own).unwrap();
-        check_nothing_held(&mine.allocator.stats());
+        first.free(own).unwrap();
+        check_nothing_held(&first.allocator.stats());
     }
 }
 
@@ -257,10 +257,10 @@ fn a_block_of_any_other_allocator_is_refused() {
         })
         .collect();
     let mut at_one_address = 0;
-    for ((mine, own), (_, foreign)) in live.iter().flat_map(|mine| live.iter().map(move |other| (mine, other))) {
+    for ((first, own), (_, foreign)) in live.iter().flat_map(|first| live.iter().map(move |other| (first, other))) {
         if own.addr() == foreign.addr() && own != foreign {
-            let error = mine.allocator.record_use(foreign, mine.owner).unwrap_err();
-            assert!(matches!(error, AllocError::ForeignBlock { .. }), "{}: {error}", mine.allocator.name());
+            let error = first.allocator.record_use(foreign, first.owner).unwrap_err();
+            assert!(matches!(error, AllocError::ForeignBlock { .. }), "{}: {error}", first.allocator.name());
             at_one_address += 1;
         }
         assert_eq!(own.token() == foreign.token(), own == foreign, "{own:?} and {foreign:?}");
@@ -280,33 +280,33 @@ fn a_limit_counts_only_what_it_handed_out() {
         let direct = bench.allocate(2 * BYTES);
         let error = free(&limit, direct, bench.owner).unwrap_err();
         let AllocError::ForeignBlock { block, .. } = error else { panic!("{kind}: {error}") };
-        let own = allocate(&limit, BYTES, bench.owner).unwrap();
+        let block_of_limit = allocate(&limit, BYTES, bench.owner).unwrap();
         assert!(allocate(&limit, 1, bench.owner).unwrap_err().is_out_of_memory(), "{kind}");
         bench.free(block.take().unwrap()).unwrap();
-        free(&limit, own, bench.owner).unwrap();
+        free(&limit, block_of_limit, bench.owner).unwrap();
         let full_block = limit.allocate(Request::new(BYTES), bench.owner).unwrap();
         free(&limit, full_block, bench.owner).unwrap();
 
-        let [(mine, own), (other, foreign)] = twins(kind);
+        let [(first, own), (second, foreign)] = twins(kind);
         // A block may be larger than its request.
         let bytes = own.bytes();
-        mine.free(own).unwrap();
-        let limit = Limit::new(Arc::clone(&mine.allocator), bytes);
-        let own = allocate(&limit, BYTES, mine.owner).unwrap();
-        if own.addr() == foreign.addr() {
-            let error = free(&limit, foreign, mine.owner).unwrap_err();
+        first.free(own).unwrap();
+        let limit = Limit::new(Arc::clone(&first.allocator), bytes);
+        let block_of_limit = allocate(&limit, BYTES, first.owner).unwrap();
+        if block_of_limit.addr() == foreign.addr() {
+            let error = free(&limit, foreign, first.owner).unwrap_err();
             let AllocError::ForeignBlock { block, .. } = error else { panic!("{kind}: {error}") };
-            assert!(allocate(&limit, 1, mine.owner).is_err(), "{kind}: its own block still counts");
-            other.free(block.take().unwrap()).unwrap();
+            assert!(allocate(&limit, 1, first.owner).is_err(), "{kind}: its own block still counts");
+            second.free(block.take().unwrap()).unwrap();
         }
-        free(&limit, own, mine.owner).unwrap();
+        free(&limit, block_of_limit, first.owner).unwrap();
     }
 }
 
 #[test]
 fn the_checker_tells_a_block_of_another_device_from_its_own() {
-    let [(mine, own), (_, foreign)] = twins(&caching::BACKEND);
-    mine.free(own).unwrap();
+    let [(first, own), (_, foreign)] = twins(&caching::BACKEND);
+    first.free(own).unwrap();
     let driver: Arc<dyn Driver> = sim(GIB, SimMemory::Host);
     let stream = driver.stream_create().unwrap();
     let checker = common::checker(build(&caching::BACKEND, &driver), Arc::clone(&driver));

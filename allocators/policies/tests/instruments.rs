@@ -73,10 +73,10 @@ fn the_trace_keeps_the_order() {
     assert!(allocate(&trace, 1 << 50, other).is_err());
     assert!(allocate(&trace, 0, other).is_err());
     let events = trace.take();
-    let seen: Vec<_> =
+    let actions: Vec<_> =
         events.iter().map(|Traced { event, block, .. }| (event.action, event.addr, event.bytes, *block)).collect();
     assert_eq!(
-        seen,
+        actions,
         [
             (Action::Alloc, addr, 700, 1024),
             (Action::RecordUse, addr, 700, 1024),
@@ -392,26 +392,27 @@ fn blocks_that_are_taken_over_pass_every_instrument() {
         let checker = common::checker(nvtx, Arc::clone(&bench.driver));
         let taking: &dyn DeviceAllocator = &checker;
         let blocks = taking.restore(&snapshot, &|_| 0).unwrap().unwrap_or_else(|| panic!("{kind} says that it can"));
-        let held = |snapshot: &Snapshot| -> Vec<(StreamId, u64, u64)> {
+        let live = |snapshot: &Snapshot| -> Vec<(StreamId, u64, u64)> {
             let blocks = snapshot.segments.iter().flat_map(|s| s.blocks.iter().map(move |block| (s.stream, block)));
-            let held = blocks.filter(|(_, block)| block.state == BlockState::Allocated);
-            held.map(|(stream, block)| (stream, block.bytes, block.requested)).collect()
+            let allocated = blocks.filter(|(_, block)| block.state == BlockState::Allocated);
+            allocated.map(|(stream, block)| (stream, block.bytes, block.requested)).collect()
         };
-        let sorted = |mut held: Vec<(StreamId, u64, u64)>| {
-            held.sort_unstable();
-            held
+        let sorted = |mut blocks: Vec<(StreamId, u64, u64)>| {
+            blocks.sort_unstable();
+            blocks
         };
-        let in_order = held(&snapshot);
+        let in_order = live(&snapshot);
         let expected = sorted(in_order.clone());
         // The device chose the addresses of segments.
-        assert_eq!(sorted(held(&checker.snapshot().unwrap())), expected, "{kind}");
+        assert_eq!(sorted(live(&checker.snapshot().unwrap())), expected, "{kind}");
         assert_eq!((blocks.len(), checker.report().live.len()), (expected.len(), expected.len()), "{kind}");
         // The trace begins with them.
         let mut traced: Vec<_> =
             trace.take().into_iter().map(|line| (line.event.action, line.event.stream, line.block)).collect();
-        let whole: Vec<_> = expected.iter().map(|(stream, bytes, _)| (Action::Alloc, stream.get(), *bytes)).collect();
+        let allocations: Vec<_> =
+            expected.iter().map(|(stream, bytes, _)| (Action::Alloc, stream.get(), *bytes)).collect();
         traced.sort_unstable_by_key(|(_, stream, bytes)| (*stream, *bytes));
-        assert_eq!(traced, whole, "{kind}");
+        assert_eq!(traced, allocations, "{kind}");
         // The limit counts them.
         let sum: u64 = expected.iter().map(|(_, bytes, _)| bytes).sum();
         assert!(allocate(&checker, GIB - sum + 1, bench.stream).is_err(), "{kind}");

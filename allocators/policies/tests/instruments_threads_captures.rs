@@ -119,8 +119,8 @@ fn events_that_are_taken_while_threads_work_join_without_a_gap() {
 #[test]
 fn histograms_hold_the_operations_of_all_threads() {
     let timed = Timed::new(backend(), Arc::new(MonotonicClock::new()));
-    let count = |wanted: Operation| -> u64 {
-        let of = timed.histograms().into_iter().filter(|(operation, ..)| *operation == wanted);
+    let count = |target: Operation| -> u64 {
+        let of = timed.histograms().into_iter().filter(|(operation, ..)| *operation == target);
         of.map(|(_, _, histogram)| histogram.len()).sum()
     };
     // Twice, so that threads that have ended and threads that take their place are in it.

@@ -91,13 +91,13 @@ fn memory_of_a_destroyed_stream_serves_others_after_a_wait() {
     let mut profile = Profile::h200();
     profile.total_bytes = profile.context_bytes + 6 * MIB;
     let driver: Arc<dyn Driver> = Arc::new(SimDriver::new(profile, SimMemory::None));
-    let [gone, other] = [(); 2].map(|()| driver.stream_create().unwrap());
+    let [destroyed_stream, other] = [(); 2].map(|()| driver.stream_create().unwrap());
     let settings = RmmPoolSettings { initial_pool_size: 2 * MIB, ..RmmPoolSettings::default() };
     let pool = RmmPool::new(Arc::clone(&driver), settings);
-    let block = allocate(&pool, 2 * MIB, gone);
+    let block = allocate(&pool, 2 * MIB, destroyed_stream);
     // SAFETY: the stream is named once more, as the stream of the block.
-    unsafe { driver.stream_destroy(gone) }.unwrap();
-    free(&pool, block, gone);
+    unsafe { driver.stream_destroy(destroyed_stream) }.unwrap();
+    free(&pool, block, destroyed_stream);
     let blocks = [(); 3].map(|()| allocate(&pool, 2 * MIB, other));
     let paths = blocks.each_ref().map(Block::path);
     assert_eq!(

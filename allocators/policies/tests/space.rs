@@ -51,9 +51,9 @@ impl World {
         FreeList { owner: Owner { stream: user, private }, pool: Some(pool) }
     }
 
-    fn blocks(&self, wanted: impl Fn(State) -> bool) -> Vec<BlockId> {
+    fn blocks(&self, filter: impl Fn(State) -> bool) -> Vec<BlockId> {
         let all = self.space.segments().flat_map(|(id, _)| self.space.blocks_of(id));
-        all.filter(|block| wanted(self.space[*block].state)).collect()
+        all.filter(|block| filter(self.space[*block].state)).collect()
     }
 
     fn any(&mut self, state: State) -> Option<BlockId> {
@@ -111,7 +111,7 @@ impl World {
                 if let Some(block) = self.any(state) {
                     let (bytes, list) = (self.space[block].bytes, self.space[block].list);
                     let joined = self.space.free(block);
-                    let absorbed: u64 = joined.absorbed.iter().flatten().map(|gone| gone.bytes).sum();
+                    let absorbed: u64 = joined.absorbed.iter().flatten().map(|block| block.bytes).sum();
                     assert_eq!((joined.block.bytes, joined.block.list), (bytes + absorbed, list));
                 }
             }

@@ -261,7 +261,7 @@ fn a_peak_that_was_not_seen_is_told_beside_the_ledger() {
     let large = allocate(&allocator, 100 * MIB, stream).unwrap();
     assert_eq!(faulty.injected(), 1);
     let ledger = allocator.ledger_at_peak();
-    assert_eq!((ledger.reserved, ledger.requested), (32 * MIB, 10 * MIB), "as it was seen");
+    assert_eq!((ledger.reserved, ledger.requested), (32 * MIB, 10 * MIB), "as observed");
     assert_eq!(ledger.peak_reserved, Some(allocator.stats().reserved_bytes.all.peak));
     free(&allocator, large, stream).unwrap();
     // Peaks that do not restart are bounds.
@@ -334,7 +334,7 @@ struct Side {
     /// Whether everything is read after each call.
     watched: bool,
     /// The results for the client.
-    seen: Vec<(u64, u64, Path)>,
+    results: Vec<(u64, u64, Path)>,
 }
 
 impl Side {
@@ -343,7 +343,7 @@ impl Side {
         let streams = (0..WATCHED_STREAMS).map(|_| device.stream_create().unwrap()).collect();
         let settings = CachingSettings { memory_limit: Some(16 * MIB), ..CachingSettings::default() };
         let caching = Caching::new(Arc::clone(&device) as Arc<dyn Driver>, settings);
-        Self { device, caching, streams, live: Vec::new(), watched, seen: Vec::new() }
+        Self { device, caching, streams, live: Vec::new(), watched, results: Vec::new() }
     }
 
     fn allocate(&mut self, bytes: u64, stream: StreamId) -> Option<Block> {
@@ -351,7 +351,7 @@ impl Side {
             Err(AllocError::OutOfMemory(_)) => None,
             block => Some(block.unwrap()),
         };
-        self.seen.extend(block.as_ref().map(|block| (block.addr().get(), block.bytes(), block.path())));
+        self.results.extend(block.as_ref().map(|block| (block.addr().get(), block.bytes(), block.path())));
         self.look();
         block
     }
@@ -359,7 +359,7 @@ impl Side {
     fn free(&mut self, block: Block, stream: StreamId) {
         let (addr, bytes) = (block.addr().get(), block.bytes());
         let path = free(&self.caching, block, stream).unwrap();
-        self.seen.push((addr, bytes, path));
+        self.results.push((addr, bytes, path));
         self.look();
     }
 
@@ -414,7 +414,7 @@ fn looking_changes_nothing() {
                 side.free(block, stream);
             }
         }
-        assert_eq!(plain.seen, watched.seen, "seed {seed}");
+        assert_eq!(plain.results, watched.results, "seed {seed}");
         assert_eq!(plain.caching.stats(), watched.caching.stats(), "seed {seed}");
         assert_eq!(plain.caching.snapshot(), watched.caching.snapshot(), "seed {seed}");
     }
@@ -435,8 +435,8 @@ fn a_thousand_rounds_are_a_thousand_allocations() {
     assert_eq!(figures(stats.requested_bytes.all), (0, 700, 700_000, 700_000));
     // The remainder of the segment is a part while the block is live.
     assert_eq!(figures(stats.inactive_split.unwrap().all), (0, 1, 1_000, 1_000));
-    assert_eq!(side.seen.iter().filter(|(_, _, path)| *path == Path::Split).count(), 999);
-    assert_eq!(side.seen.iter().filter(|(_, _, path)| *path == Path::Coalesce).count(), 1_000);
+    assert_eq!(side.results.iter().filter(|(_, _, path)| *path == Path::Split).count(), 999);
+    assert_eq!(side.results.iter().filter(|(_, _, path)| *path == Path::Coalesce).count(), 1_000);
 }
 
 #[test]

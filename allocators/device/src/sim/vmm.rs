@@ -229,7 +229,7 @@ mod tests {
         assert_eq!(receiver.mem_info().unwrap().free, free, "it is the sender's memory");
         drop(shared);
         let (write, read) = (sender.stream_create().unwrap(), receiver.stream_create().unwrap());
-        let mut seen = [0; 4];
+        let mut bytes_read = [0; 4];
         // SAFETY: both ranges are mapped and hold more than four bytes; each handle is released once and not used again.
         unsafe {
             sender.release(made).unwrap();
@@ -237,9 +237,9 @@ mod tests {
             sender.copy_to_device(here.offset(bytes - 4), b"here", write).unwrap();
             sender.stream_synchronize(write).unwrap();
             sender.unmap(here, bytes).unwrap();
-            receiver.copy_to_host(&mut seen, there.offset(bytes - 4), read).unwrap();
+            receiver.copy_to_host(&mut bytes_read, there.offset(bytes - 4), read).unwrap();
         }
-        assert_eq!(&seen, b"here");
+        assert_eq!(&bytes_read, b"here");
     }
 
     #[test]

@@ -59,7 +59,7 @@ use super::pooled::Pooled;
 use super::pytorch::PyTorch;
 use super::registry::{Backend, Capabilities, Varying};
 use super::{foreign, not_held, pytorch};
-use crate::backends::caching::block_cache::{BlockCache, Served, Wanted};
+use crate::backends::caching::block_cache::{BlockCache, CacheRequest, Served};
 use crate::backends::caching::blocks::{BlockIndex, State};
 use crate::contract::{
     AllocError, Block, CaptureId, Completions, DeviceAllocator, Gauge, GraphMemory, Ledger, MemoryLimit, Parts, Path,
@@ -182,24 +182,24 @@ impl Caching {
     /// Serves a request from one shard. `processed` is true when deferred frees were processed for it.
     #[inline(always)]
     fn serve_from(&self, shard: &Shard, request: Request, processed: bool) -> Result<Block, AllocError> {
-        let wanted = self.wanted(request);
-        match self.serve_cached(shard, wanted) {
+        let cache_request = self.cache_request(request);
+        match self.serve_cached(shard, cache_request) {
             Some(served) => Ok(hand_out(shard, served, request.bytes, served.path())),
-            None => self.grow(shard, wanted, processed),
+            None => self.grow(shard, cache_request, processed),
         }
     }
 
     #[inline(always)]
-    fn wanted(&self, request: Request) -> Wanted {
+    fn cache_request(&self, request: Request) -> CacheRequest {
         let rounded = round_size(request.bytes, &self.settings.roundup_power2_divisions);
         let pool = pool_of(rounded);
-        Wanted { pool, rounded, requested: request.bytes, now: self.count_search(pool) }
+        CacheRequest { pool, rounded, requested: request.bytes, now: self.count_search(pool) }
     }
 
     /// Takes the best fit from a stream's cache; `None` when nothing fits.
     #[inline(always)]
-    fn serve_cached(&self, shard: &Shard, wanted: Wanted) -> Option<Served> {
-        let served = self.totals.enter(shard, &self.shards).serve(wanted, &self.split)?;
+    fn serve_cached(&self, shard: &Shard, request: CacheRequest) -> Option<Served> {
+        let served = self.totals.enter(shard, &self.shards).serve(request, &self.split)?;
         self.count_oversize(served);
         Some(served)
     }

@@ -83,12 +83,12 @@ const ANY: PoolKind = PoolKind::Large;
 impl State {
     fn ledger(&self) -> Ledger {
         let reserved = self.stats.reserved_bytes.all.current;
-        let pending = self.gone().map(|(_, (bytes, _))| bytes).sum();
+        let pending = self.unreleased().map(|(_, (bytes, _))| bytes).sum();
         Ledger { reserved, requested: reserved - pending, pending, ..Ledger::default() }
     }
 
     /// Blocks that the client freed and that are still reserved.
-    fn gone(&self) -> impl Iterator<Item = (&DeviceAddr, &(u64, StreamId))> {
+    fn unreleased(&self) -> impl Iterator<Item = (&DeviceAddr, &(u64, StreamId))> {
         let pinned = self.captures.kept().flat_map(|kept| kept.pinned.iter().chain(&kept.waiting));
         self.refused.iter().chain(pinned)
     }
@@ -150,7 +150,7 @@ impl Naive {
         }
         // A block is a segment, without rounding.
         state.stats.count_reusable(ANY, bytes, bytes);
-        state.stats.count_segment_gone(ANY, bytes, u64::MAX);
+        state.stats.count_segment_released(ANY, bytes, u64::MAX);
         Ok(())
     }
 
@@ -271,7 +271,7 @@ impl DeviceAllocator for Naive {
         };
         let state = self.lock();
         let live = state.live.iter().map(|entry| segment(entry, BlockState::Allocated));
-        let unreleased = state.gone().map(|entry| segment(entry, BlockState::PendingFree));
+        let unreleased = state.unreleased().map(|entry| segment(entry, BlockState::PendingFree));
         let mut segments: Vec<SegmentInfo> = live.chain(unreleased).collect();
         segments.sort_unstable_by_key(|segment| segment.addr);
         Some(Snapshot { segments })

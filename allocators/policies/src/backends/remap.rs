@@ -234,8 +234,8 @@ impl Remap {
     /// replace them as far as the limit allows.
     fn map_free_pages(&self, heap: &mut Heap, miss: &Miss, most: u64, wait: bool) -> Result<Found, DriverError> {
         // A device does not report how much it could still allocate.
-        let wanted = |heap: &Heap, lacking| if most == u64::MAX { lacking } else { passes(most, heap, lacking) };
-        let block = heap.move_pages(miss.list, miss.bytes, wanted, wait)?;
+        let bytes_to_move = |heap: &Heap, lacking| if most == u64::MAX { lacking } else { passes(most, heap, lacking) };
+        let block = heap.move_pages(miss.list, miss.bytes, bytes_to_move, wait)?;
         Ok(block.map(|(block, moved)| (block, if moved > 0 { Path::Steal } else { Path::DriverAlloc })))
     }
 }

@@ -53,11 +53,11 @@ type Made<'a, B> = (&'a SegmentInfo, FreeList, B);
 fn make_segments<'a, S: Restores>(
     segments: &mut S,
     (name, size, owner): Rules<'_>,
-    wanted: &'a [SegmentInfo],
+    snapshot: &'a [SegmentInfo],
 ) -> Result<Vec<Made<'a, S::Block>>, AllocError> {
-    let mut made: Vec<Made<'_, S::Block>> = Vec::with_capacity(wanted.len());
+    let mut made: Vec<Made<'_, S::Block>> = Vec::with_capacity(snapshot.len());
     let mut short = false;
-    for segment in wanted.iter().rev() {
+    for segment in snapshot.iter().rev() {
         let list = FreeList { owner: owner(segment.stream), pool: size.pool_of_segment(segment.pool) };
         while !(short && segment.is_idle()) {
             match segments.new_segment(list, segment.bytes) {

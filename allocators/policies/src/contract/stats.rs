@@ -264,7 +264,7 @@ impl Stats {
     }
 
     /// Counts a released segment, see [`count_segment`](Self::count_segment).
-    pub(crate) fn count_segment_gone(&mut self, pool: PoolKind, bytes: u64, oversize: u64) {
+    pub(crate) fn count_segment_released(&mut self, pool: PoolKind, bytes: u64, oversize: u64) {
         self.count_released(pool, bytes);
         self.segment.iter_mut().for_each(|gauge| gauge.decrease(pool, 1));
         self.oversize_segments.iter_mut().filter(|_| bytes >= oversize).for_each(|gauge| gauge.decrease(1));

@@ -26,8 +26,8 @@ pub trait FreeBlocks: fmt::Debug + Send {
     fn remove(&mut self, block: FreeBlock) -> bool;
 
     /// Removes a block and inserts its successor; false when the first is not in the index.
-    fn replace(&mut self, gone: FreeBlock, block: FreeBlock) -> bool {
-        let known = self.remove(gone);
+    fn replace(&mut self, removed: FreeBlock, block: FreeBlock) -> bool {
+        let known = self.remove(removed);
         self.insert(block);
         known
     }
@@ -110,9 +110,9 @@ impl Fit {
     }
 
     /// Removes a block and inserts the block that a split left of it.
-    pub fn replace_by_new(&mut self, gone: FreeBlock, block: FreeBlock) {
+    pub fn replace_by_new(&mut self, removed: FreeBlock, block: FreeBlock) {
         self.blocks.made(block.id);
-        self.replace(gone, block);
+        self.replace(removed, block);
     }
 
     /// Inserts a block that became free.
@@ -133,11 +133,11 @@ impl Fit {
     }
 
     /// Removes a block and inserts its successor: the remainder of a split, or the coalesced block.
-    pub fn replace(&mut self, gone: FreeBlock, block: FreeBlock) {
-        let known = self.blocks.replace(gone, block);
-        debug_assert!(known, "{gone:?} should be in the index");
+    pub fn replace(&mut self, removed: FreeBlock, block: FreeBlock) {
+        let known = self.blocks.replace(removed, block);
+        debug_assert!(known, "{removed:?} should be in the index");
         if let Some(by_address) = &mut self.by_address {
-            by_address.remove(&gone.addr);
+            by_address.remove(&removed.addr);
             by_address.insert(block.addr, block);
         }
     }

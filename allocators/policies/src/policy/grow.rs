@@ -48,12 +48,12 @@ pub trait Segments {
     /// Those of the driver: the segment is still reserved then.
     fn release(&mut self, segment: Self::Segment) -> Result<u64, DriverError>;
 
-    /// Releases memory of expandable segments, in lists that `wanted` selects, while more than `keep` bytes are reserved. Returns
+    /// Releases memory of expandable segments, in lists that `filter` selects, while more than `keep` bytes are reserved. Returns
     /// the released bytes.
     ///
     /// # Errors
     /// Those of the driver. Memory released before that is accounted for.
-    fn release_parts(&mut self, _keep: u64, _wanted: impl Fn(&FreeList) -> bool) -> Result<u64, DriverError> {
+    fn release_parts(&mut self, _keep: u64, _filter: impl Fn(&FreeList) -> bool) -> Result<u64, DriverError> {
         Ok(0)
     }
 
@@ -366,24 +366,24 @@ fn collect_garbage<S: Segments>(segments: &mut S, above: u64) -> Result<bool, Dr
 
 /// PyTorch's `release_available_cached_blocks`: true when at least the size of the request was released.
 fn release_oversize<S: Segments>(segments: &mut S, miss: &Miss, max_split: u64) -> Result<bool, DriverError> {
-    let wanted = miss.bytes.max(max_split);
+    let required = miss.bytes.max(max_split);
     let mut idle = segments.idle_segments();
     idle.retain(|idle| idle.list == miss.list);
     // The free block that is next in size may be a part of a segment, which is not releasable.
-    if let Some(addr) = segments.segment_that_fits(miss.list, wanted)
+    if let Some(addr) = segments.segment_that_fits(miss.list, required)
         && let Some(whole) = idle.iter().find(|idle| idle.addr == addr)
     {
         segments.release(whole.segment)?;
         return Ok(true);
     }
     let mut released = 0;
-    for idle in idle.iter().rev().filter(|idle| (max_split..wanted).contains(&idle.bytes)) {
-        if released >= wanted {
+    for idle in idle.iter().rev().filter(|idle| (max_split..required).contains(&idle.bytes)) {
+        if released >= required {
             break;
         }
         released += segments.release(idle.segment)?;
     }
-    Ok(released >= wanted)
+    Ok(released >= required)
 }
 
 /// PyTorch's `release_cached_blocks`: waits for deferred frees, then releases idle segments, and free whole handles of expandable

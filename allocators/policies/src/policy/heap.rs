@@ -271,16 +271,16 @@ impl Heap {
         }
         let mut blocks = self.fit.drain(list);
         blocks.sort_unstable_by_key(|block| block.addr);
-        let (mut gone, mut any) = (BTreeSet::new(), false);
+        let (mut absorbed, mut any) = (BTreeSet::new(), false);
         for block in blocks {
-            if gone.contains(&block.id) {
+            if absorbed.contains(&block.id) {
                 continue;
             }
             let joined = self.space.give(block.id, list.owner);
             // The block in front was inserted into the index before; the block behind was not.
             let [front, behind] = joined.absorbed;
             front.into_iter().for_each(|front| self.fit.remove(front));
-            gone.extend(behind.map(|behind| behind.id));
+            absorbed.extend(behind.map(|behind| behind.id));
             any |= joined.any();
             self.fit.insert(joined.block);
         }

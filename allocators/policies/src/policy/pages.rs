@@ -53,7 +53,7 @@ struct Frees {
 }
 
 /// A destroyed stream records no event.
-fn unless_gone(error: DriverError) -> Result<(), DriverError> {
+fn unless_destroyed(error: DriverError) -> Result<(), DriverError> {
     if error.code == DriverError::INVALID_HANDLE { Ok(()) } else { Err(error) }
 }
 
@@ -103,7 +103,8 @@ impl Pages {
     fn record(&mut self, driver: &dyn Driver, stream: StreamId, capturing: bool) -> Result<(), DriverError> {
         let Some(frees) = self.streams.get_mut(&stream).filter(|frees| frees.without > 0) else { return Ok(()) };
         // A destroyed stream records no event; its pages are not moved.
-        let event = self.events.record(driver, stream, capturing).or_else(|error| unless_gone(error).map(|()| None));
+        let event =
+            self.events.record(driver, stream, capturing).or_else(|error| unless_destroyed(error).map(|()| None));
         frees.waiting.push_back((frees.latest, event.clone().unwrap_or(None)));
         frees.without = 0;
         event.map(|_| ())
@@ -189,7 +190,7 @@ impl Pages {
         while self.streams.get(&stream).is_some_and(|frees| frees.over < free) {
             self.asked = true;
             let oldest = self.oldest(driver, stream, false);
-            let Some(event) = oldest.or_else(|error| unless_gone(error).map(|()| None))? else { return Ok(false) };
+            let Some(event) = oldest.or_else(|error| unless_destroyed(error).map(|()| None))? else { return Ok(false) };
             if wait {
                 driver.event_synchronize(event)?;
             } else if !driver.event_query(event)? {

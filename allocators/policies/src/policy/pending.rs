@@ -36,8 +36,8 @@ struct Waiting<B> {
 struct Left {
     /// Number of streams that it still waits for.
     streams: u32,
-    /// The number of these streams that record no event any more.
-    gone: u32,
+    /// Number of these streams that were destroyed, so that they record no event any more.
+    destroyed_streams: u32,
     bytes: u64,
 }
 
@@ -174,7 +174,7 @@ impl<B: Copy + Ord> Pending<B> {
         debug_assert!(!freed.users.is_empty(), "a block that waits for nothing is free");
         let Freed { block, bytes, ref users, .. } = *freed;
         // CAST: one for each stream.
-        self.left.insert(block, Left { streams: users.len() as u32, gone: 0, bytes });
+        self.left.insert(block, Left { streams: users.len() as u32, destroyed_streams: 0, bytes });
         let mut outcome = Ok(());
         for &user in users {
             let event = match self.events.record(driver, user, capturing) {
@@ -196,8 +196,8 @@ impl<B: Copy + Ord> Pending<B> {
 
     fn strand(&mut self, block: B) {
         let left = self.left.entry(block).or_default();
-        left.gone += 1;
-        if left.gone == 1 {
+        left.destroyed_streams += 1;
+        if left.destroyed_streams == 1 {
             self.stranded.increase(left.bytes);
         }
     }
@@ -266,10 +266,11 @@ impl<B: Copy + Ord> Pending<B> {
         if self.stranded.current == 0 || capturing || driver.device_synchronize().is_err() {
             return Ok(());
         }
-        let stranded: Vec<B> = self.left.iter().filter(|(_, left)| left.gone > 0).map(|(block, _)| *block).collect();
+        let stranded: Vec<B> =
+            self.left.iter().filter(|(_, left)| left.destroyed_streams > 0).map(|(block, _)| *block).collect();
         for block in stranded {
             let left = self.left.entry(block).or_default();
-            let destroyed = std::mem::take(&mut left.gone);
+            let destroyed = std::mem::take(&mut left.destroyed_streams);
             self.stranded.decrease(left.bytes);
             (0..destroyed).for_each(|_| self.complete(block, done));
         }

@@ -156,7 +156,7 @@ impl Account {
     }
 
     pub(super) fn segment_removed(&mut self, list: FreeList, bytes: u64) {
-        self.stats.count_segment_gone(pool(list), bytes, self.oversize);
+        self.stats.count_segment_released(pool(list), bytes, self.oversize);
         let sums = self.sums(list);
         (sums.reserved, sums.idle) = (sums.reserved - bytes, sums.idle - bytes);
     }

@@ -44,8 +44,8 @@ impl Space {
 
     /// The number and bytes of an owner's live blocks in some free lists.
     #[must_use]
-    pub fn held_where(&self, wanted: impl Fn(&FreeList) -> bool) -> (usize, u64) {
-        let live = self.blocks.iter().filter(|(_, block)| block.state == State::Held && wanted(&block.list));
+    pub fn held_where(&self, filter: impl Fn(&FreeList) -> bool) -> (usize, u64) {
+        let live = self.blocks.iter().filter(|(_, block)| block.state == State::Held && filter(&block.list));
         live.fold((0, 0), |(blocks, bytes), (_, block)| (blocks + 1, bytes + block.bytes))
     }
 
@@ -57,9 +57,9 @@ impl Space {
     }
 
     /// As [`snapshot`](Self::snapshot), for segments of some free lists.
-    pub(crate) fn snapshot_where(&self, wanted: impl Fn(&FreeList) -> bool) -> Snapshot {
+    pub(crate) fn snapshot_where(&self, filter: impl Fn(&FreeList) -> bool) -> Snapshot {
         let mut segments = Vec::new();
-        for (id, segment) in self.segments().filter(|(_, segment)| wanted(&segment.list)) {
+        for (id, segment) in self.segments().filter(|(_, segment)| filter(&segment.list)) {
             let mut open: Option<SegmentInfo> = None;
             for block in self.blocks_of(id) {
                 let block = &self[block];

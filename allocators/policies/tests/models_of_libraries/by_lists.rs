@@ -127,12 +127,12 @@ impl Rules for Tlsf {
     /// `mapping_search` rounds up, `mapping_insert` rounds down. Of a class the range that became free last serves.
     fn find(&self, lists: &Lists, stream: usize, bytes: u64) -> Option<Range> {
         let units = bytes / Self::UNIT;
-        let wanted = units.next_multiple_of(part(units));
+        let min_class = units.next_multiple_of(part(units));
         let class = |range: &Range| {
             let units = range.bytes / Self::UNIT;
             units / part(units) * part(units)
         };
-        let fits = lists.free.iter().filter(|range| range.list == stream && class(range) >= wanted);
+        let fits = lists.free.iter().filter(|range| range.list == stream && class(range) >= min_class);
         fits.min_by_key(|range| (class(range), Reverse(range.number))).copied()
     }
 

@@ -48,7 +48,7 @@ impl Served {
 
 /// A request to the cache.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Wanted {
+pub(super) struct CacheRequest {
     /// Pool that serves it.
     pub(super) pool: PoolKind,
     /// Bytes, rounded.
@@ -78,22 +78,22 @@ impl BlockCache {
 
     /// PyTorch's `get_free_block` and `alloc_found_block`: allocates the best fit of the request's pool, if there is one.
     #[inline(always)]
-    pub(super) fn serve(&mut self, wanted: Wanted, split: &Split) -> Option<Served> {
+    pub(super) fn serve(&mut self, request: CacheRequest, split: &Split) -> Option<Served> {
         let Self { tally, blocks, small, large } = self;
-        match wanted.pool {
-            PoolKind::Small => serve(small, blocks, tally, PoolKind::Small, wanted, split),
-            PoolKind::Large => serve(large, blocks, tally, PoolKind::Large, wanted, split),
+        match request.pool {
+            PoolKind::Small => serve(small, blocks, tally, PoolKind::Small, request, split),
+            PoolKind::Large => serve(large, blocks, tally, PoolKind::Large, request, split),
         }
     }
 
     /// Allocates the first part of a new segment. The segment does not enter a free list first: it may not be the best fit, because
     /// another block may have become free meanwhile.
-    pub(super) fn serve_from_segment(&mut self, segment: BlockRecord, wanted: Wanted, split: &Split) -> Served {
+    pub(super) fn serve_from_segment(&mut self, segment: BlockRecord, request: CacheRequest, split: &Split) -> Served {
         let segment_block = self.blocks.insert(segment);
         self.tally.add_segment(segment.bytes);
-        let served = hand_out(&mut self.blocks, &mut self.tally, segment.pool, segment_block, wanted, split);
+        let served = hand_out(&mut self.blocks, &mut self.tally, segment.pool, segment_block, request, split);
         if served.split {
-            self.insert_free(segment_block, wanted.now);
+            self.insert_free(segment_block, request.now);
         }
         served
     }
@@ -222,17 +222,17 @@ fn serve(
     blocks: &mut BlockSlab,
     tally: &mut Tally,
     pool: PoolKind,
-    wanted: Wanted,
+    request: CacheRequest,
     split: &Split,
 ) -> Option<Served> {
-    let index = free.best_fit(blocks, wanted.rounded)?;
-    if blocks[index].bytes > split.largest(wanted.rounded) {
+    let index = free.best_fit(blocks, request.rounded)?;
+    if blocks[index].bytes > split.largest(request.rounded) {
         return None;
     }
     free.remove(blocks, index);
-    let served = hand_out(blocks, tally, pool, index, wanted, split);
+    let served = hand_out(blocks, tally, pool, index, request, split);
     if served.split {
-        blocks[index].freed_at = wanted.now;
+        blocks[index].freed_at = request.now;
         free.insert(blocks, index);
     }
     Some(served)
@@ -246,10 +246,10 @@ fn hand_out(
     tally: &mut Tally,
     pool: PoolKind,
     found: BlockIndex,
-    wanted: Wanted,
+    request: CacheRequest,
     split: &Split,
 ) -> Served {
-    let Wanted { rounded, requested, .. } = wanted;
+    let CacheRequest { rounded, requested, .. } = request;
     let BlockRecord { addr, bytes: whole, .. } = blocks[found];
     let was_part = blocks[found].is_split();
     let cuts = split.cuts(Some(pool), rounded, whole);

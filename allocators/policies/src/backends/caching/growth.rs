@@ -4,7 +4,7 @@
 
 use super::shard::Shard;
 use super::{Caching, hand_out};
-use crate::backends::caching::block_cache::{Served, Wanted};
+use crate::backends::caching::block_cache::{CacheRequest, Served};
 use crate::backends::caching::blocks::{BlockIndex, BlockRecord};
 use crate::backends::{TorchAllocator, of_torch, pytorch};
 use crate::contract::{AllocError, Block, DeviceAllocator, Ledger, OomReport, PoolKind, Snapshot, Stats};
@@ -88,22 +88,22 @@ impl Caching {
 
     /// Serves a request that no free block fitted. `processed` is true when this thread has processed deferred frees for it.
     #[cold]
-    pub(super) fn grow(&self, shard: &Shard, wanted: Wanted, processed: bool) -> Result<Block, AllocError> {
+    pub(super) fn grow(&self, shard: &Shard, request: CacheRequest, processed: bool) -> Result<Block, AllocError> {
         let grown = &mut self.grown();
         if !processed {
             self.wait_and_process_events(Some(shard.stream))?;
         }
         // Another thread may have grown this stream's cache, or freed into it, while this one waited.
-        let (served, path) = match self.serve_cached(shard, wanted) {
+        let (served, path) = match self.serve_cached(shard, request) {
             Some(served) => (served, served.path()),
             None => {
-                let list = shard.list(wanted.pool);
-                let miss = Miss { list, bytes: wanted.rounded, segment: segment_size(wanted.rounded) };
-                let again = |_: &mut Grown<'_>| Ok(self.serve_cached(shard, wanted).map(Found::Served));
+                let list = shard.list(request.pool);
+                let miss = Miss { list, bytes: request.rounded, segment: segment_size(request.rounded) };
+                let again = |_: &mut Grown<'_>| Ok(self.serve_cached(shard, request).map(Found::Served));
                 let served = pytorch::ladder(&self.settings_now()).climb(grown, &miss, again)?;
-                let refused = || grown.out_of_memory(self.name(), &miss, wanted.requested);
+                let refused = || grown.out_of_memory(self.name(), &miss, request.requested);
                 let (served, path) = served.ok_or_else(refused)?;
-                (self.take(shard, served, wanted), path)
+                (self.take(shard, served, request), path)
             }
         };
         let growth = &mut *grown.growth;
@@ -113,16 +113,16 @@ impl Caching {
             debug_assert_eq!(growth.peak.wasted(), growth.peak.reserved - growth.peak.requested);
             growth.grown_by = shard.stream;
         }
-        Ok(hand_out(shard, served, wanted.requested, path))
+        Ok(hand_out(shard, served, request.requested, path))
     }
 
     /// The block that serves a request; a new segment is split for it.
-    fn take(&self, shard: &Shard, found: Found, wanted: Wanted) -> Served {
+    fn take(&self, shard: &Shard, found: Found, request: CacheRequest) -> Served {
         match found {
             Found::Served(served) => served,
             Found::New(segment) => {
                 let cache = &mut self.totals.enter(shard, &self.shards);
-                let served = cache.serve_from_segment(segment, wanted, &self.split);
+                let served = cache.serve_from_segment(segment, request, &self.split);
                 self.count_oversize(served);
                 served
             }
@@ -146,7 +146,7 @@ impl Grown<'_> {
     pub(super) unsafe fn give_back(&mut self, segment: &BlockRecord) -> Result<(), DriverError> {
         // SAFETY: the caller promises it, and the call itself waits for queued work.
         unsafe { self.caching.driver.mem_free(DeviceAddr::handed_out(segment.addr)) }?;
-        self.growth.stats.count_segment_gone(segment.pool, segment.bytes, self.caching.max_split);
+        self.growth.stats.count_segment_released(segment.pool, segment.bytes, self.caching.max_split);
         Ok(())
     }
 }

@@ -23,16 +23,16 @@ const POLLS: u32 = 16;
 
 /// Two cache lines, as processors fetch lines in pairs.
 #[repr(align(128))]
-struct Apart<T>(T);
+struct CachePadded<T>(T);
 
 /// A lock for critical sections of a few dozen instructions without calls to a device.
 ///
 /// Taking it when it is free costs one atomic exchange, and releasing it a plain store. Its two words and its value are on cache
 /// lines of their own: 256 bytes in addition to the value. The order of waiting threads is not defined.
 pub(super) struct WatchedLock<T> {
-    taken: Apart<AtomicBool>,
-    watched: Apart<AtomicBool>,
-    value: Apart<UnsafeCell<T>>,
+    taken: CachePadded<AtomicBool>,
+    watched: CachePadded<AtomicBool>,
+    value: CachePadded<UnsafeCell<T>>,
 }
 
 // SAFETY: the value is accessed through a guard only, and `taken` allows one guard at a time; so threads get it one after the
@@ -43,8 +43,8 @@ unsafe impl<T: Send> Send for WatchedLock<T> {}
 
 impl<T> WatchedLock<T> {
     pub(super) fn new(value: T) -> Self {
-        let free = || Apart(AtomicBool::new(false));
-        Self { taken: free(), watched: free(), value: Apart(UnsafeCell::new(value)) }
+        let free = || CachePadded(AtomicBool::new(false));
+        Self { taken: free(), watched: free(), value: CachePadded(UnsafeCell::new(value)) }
     }
 
     #[inline]

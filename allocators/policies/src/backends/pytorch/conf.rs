@@ -298,9 +298,9 @@ mod tests {
         let split = ("max_split_size", "64M".to_owned());
         assert_eq!(applied("max_split_size_mb:64", "caching", None), (vec![split.clone()], vec![]));
         assert_eq!(applied("max_split_size_mb:64", "caching:max_split_size=32M", None), (vec![], vec![]));
-        let own =
+        let other_settings =
             "per_process_memory_fraction:0.5,pinned_num_register_threads:2,backend:native,expandable_segments:False";
-        assert_eq!(applied(own, "naive", None), (vec![], vec![]));
+        assert_eq!(applied(other_settings, "naive", None), (vec![], vec![]));
         let ignored = vec!["max_split_size_mb".to_owned(), "of_a_newer_release".to_owned()];
         assert_eq!(applied("max_split_size_mb:64,of_a_newer_release:1", "naive", None), (vec![], ignored));
         for (allocator, ignored) in

@@ -160,15 +160,15 @@ impl Tool {
             let function = FUNCTIONS[place].load(Relaxed);
             (function.addr() > 4096 && function.addr() != usize::MAX).then_some(function)
         };
-        let [register, unregister, regions, gone] =
+        let [register_heap, unregister_heap, register_regions, unregister_regions] =
             [HEAP_REGISTER, HEAP_UNREGISTER, REGIONS_REGISTER, REGIONS_UNREGISTER].map(function);
         // SAFETY: by NVTX's contract a tool puts functions of these types into these slots.
         unsafe {
             Some(Self {
-                heap_register: std::mem::transmute::<*mut c_void, HeapRegister>(register?),
-                heap_unregister: std::mem::transmute::<*mut c_void, HeapUnregister>(unregister?),
-                regions_register: std::mem::transmute::<*mut c_void, RegionsRegister>(regions?),
-                regions_unregister: std::mem::transmute::<*mut c_void, RegionsUnregister>(gone?),
+                heap_register: std::mem::transmute::<*mut c_void, HeapRegister>(register_heap?),
+                heap_unregister: std::mem::transmute::<*mut c_void, HeapUnregister>(unregister_heap?),
+                regions_register: std::mem::transmute::<*mut c_void, RegionsRegister>(register_regions?),
+                regions_unregister: std::mem::transmute::<*mut c_void, RegionsUnregister>(unregister_regions?),
             })
         }
     }
@@ -248,7 +248,7 @@ impl Heaps {
         }
     }
 
-    fn heap_gone(&self, addr: u64) {
+    fn heap_destroyed(&self, addr: u64) {
         let heap = self.lock().remove(&addr);
         if let Some((_, handle)) = heap {
             // SAFETY: the tool's function, and a handle that it returned and that is used for the last time.
@@ -282,7 +282,7 @@ impl Heaps {
         unsafe { (self.tool.regions_register)(ptr::null_mut(), &raw const regions) };
     }
 
-    fn region_gone(&self, addr: DeviceAddr) {
+    fn region_destroyed(&self, addr: DeviceAddr) {
         if self.around(addr.get()).is_none() {
             return;
         }
@@ -311,7 +311,7 @@ unsafe impl Hook for Watch {
     fn before(&self, _inner: &dyn Driver, kind: CallKind, arguments: CallArguments) -> DriverResult<()> {
         // Before the memory is released, as another thread may be given the addresses immediately.
         if let (CallKind::MemFree, Some(addr)) = (kind, arguments.addr) {
-            self.0.heap_gone(addr.get());
+            self.0.heap_destroyed(addr.get());
         }
         Ok(())
     }
@@ -356,7 +356,7 @@ impl Instrument for NvtxMemory {
     }
 
     unsafe fn deallocate(&self, block: Block, stream: StreamId) -> Result<Path, AllocError> {
-        self.heaps.region_gone(block.addr());
+        self.heaps.region_destroyed(block.addr());
         // SAFETY: the caller's promise is the inner allocator's.
         unsafe { self.inner.deallocate(block, stream) }
     }
@@ -376,7 +376,7 @@ impl Instrument for NvtxMemory {
         let freed: Vec<_> = held.iter().map(|(block, _)| block.addr()).collect();
         // SAFETY: the caller's promise is passed on.
         let restored = unsafe { self.inner.pool_restore(pool, checkpoint, held) }?;
-        freed.into_iter().for_each(|addr| self.heaps.region_gone(addr));
+        freed.into_iter().for_each(|addr| self.heaps.region_destroyed(addr));
         restored.iter().for_each(|block| self.heaps.region(block));
         Ok(restored)
     }
@@ -388,45 +388,45 @@ mod tests {
     use crate::Selection;
     use vramlab_device::NullDriver;
 
-    /// The calls that the tool below received.
+    /// A call that the tool below received.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-    enum Told {
+    enum ToolCall {
         Heap(usize, usize),
-        HeapGone(usize),
+        HeapDestroyed(usize),
         Region(usize, usize, usize),
-        RegionGone(usize),
+        RegionDestroyed(usize),
     }
 
-    static TOLD: Mutex<Vec<Told>> = Mutex::new(Vec::new());
+    static TOOL_CALLS: Mutex<Vec<ToolCall>> = Mutex::new(Vec::new());
 
-    fn told() -> Vec<Told> {
-        std::mem::take(&mut TOLD.lock().unwrap())
+    fn take_tool_calls() -> Vec<ToolCall> {
+        std::mem::take(&mut TOOL_CALLS.lock().unwrap())
     }
 
     unsafe extern "C" fn heap(_: *mut c_void, heap: *const HeapDesc) -> *mut c_void {
         // SAFETY: structures of the caller, which live until this returns.
         let (desc, range) = unsafe { (&*heap, &*(*heap).range) };
         assert_eq!((desc.compatible, desc.size, desc.usage, desc.kind, desc.range_size), (0x0102, 48, 1, 1, 16));
-        TOLD.lock().unwrap().push(Told::Heap(range.start.addr(), range.bytes));
+        TOOL_CALLS.lock().unwrap().push(ToolCall::Heap(range.start.addr(), range.bytes));
         range.start.cast_mut()
     }
 
-    unsafe extern "C" fn heap_gone(_: *mut c_void, heap: *mut c_void) {
-        TOLD.lock().unwrap().push(Told::HeapGone(heap.addr()));
+    unsafe extern "C" fn heap_destroyed(_: *mut c_void, heap: *mut c_void) {
+        TOOL_CALLS.lock().unwrap().push(ToolCall::HeapDestroyed(heap.addr()));
     }
 
     unsafe extern "C" fn regions(_: *mut c_void, regions: *const Registered) {
         // SAFETY: as above.
         let (batch, range) = unsafe { (&*regions, &*(*regions).ranges) };
         assert_eq!((batch.compatible, batch.size, batch.kind, batch.count, batch.range_size), (0x0102, 48, 1, 1, 16));
-        TOLD.lock().unwrap().push(Told::Region(batch.heap.addr(), range.start.addr(), range.bytes));
+        TOOL_CALLS.lock().unwrap().push(ToolCall::Region(batch.heap.addr(), range.start.addr(), range.bytes));
     }
 
-    unsafe extern "C" fn regions_gone(_: *mut c_void, regions: *const Unregistered) {
+    unsafe extern "C" fn regions_destroyed(_: *mut c_void, regions: *const Unregistered) {
         // SAFETY: as above.
         let (batch, reference) = unsafe { (&*regions, *(*regions).references) };
         assert_eq!((batch.compatible, batch.size, batch.by, batch.count, batch.reference_size), (0x0102, 32, 1, 1, 8));
-        TOLD.lock().unwrap().push(Told::RegionGone(reference.addr()));
+        TOOL_CALLS.lock().unwrap().push(ToolCall::RegionDestroyed(reference.addr()));
     }
 
     /// A tool as NVTX describes it.
@@ -437,9 +437,9 @@ mod tests {
         assert_eq!((module.count, slots.id, slots.count), (1, 1, 63));
         let functions = [
             (0, heap as *mut c_void),
-            (1, heap_gone as *mut c_void),
+            (1, heap_destroyed as *mut c_void),
             (3, regions as *mut c_void),
-            (5, regions_gone as *mut c_void),
+            (5, regions_destroyed as *mut c_void),
         ];
         for (place, function) in functions {
             // SAFETY: there are 63 places.
@@ -472,28 +472,32 @@ mod tests {
             let (first, second) = (1000, 5000);
             let blocks = [first, second].map(|bytes| allocator.allocate(Request::new(bytes), stream).unwrap());
             let addrs = [0, 1].map(|at| usize::try_from(blocks[at].addr().get()).unwrap());
-            let heard = told();
+            let calls = take_tool_calls();
             if !told_of {
-                assert_eq!(heard, [], "{name}: its memory is mapped");
+                assert_eq!(calls, [], "{name}: its memory is mapped");
                 for block in blocks {
                     // SAFETY: no work uses the block.
                     unsafe { allocator.deallocate(block, stream) }.unwrap();
                 }
                 drop(allocator);
-                assert_eq!(told(), [], "{name}");
+                assert_eq!(take_tool_calls(), [], "{name}");
                 continue;
             }
-            let [Told::Heap(start, bytes), regions @ ..] = heard.as_slice() else { panic!("{name}: {heard:?}") };
-            assert_eq!(regions, [Told::Region(*start, addrs[0], 1000), Told::Region(*start, addrs[1], 5000)], "{name}");
+            let [ToolCall::Heap(start, bytes), regions @ ..] = calls.as_slice() else { panic!("{name}: {calls:?}") };
+            assert_eq!(
+                regions,
+                [ToolCall::Region(*start, addrs[0], 1000), ToolCall::Region(*start, addrs[1], 5000)],
+                "{name}"
+            );
             assert!(addrs.iter().all(|addr| (*start..start + bytes).contains(addr)));
             for block in blocks {
                 // SAFETY: no work uses the block.
                 unsafe { allocator.deallocate(block, stream) }.unwrap();
             }
-            assert_eq!(told(), addrs.map(Told::RegionGone), "{name}");
+            assert_eq!(take_tool_calls(), addrs.map(ToolCall::RegionDestroyed), "{name}");
             allocator.trim(0).unwrap();
             drop(allocator);
-            assert_eq!(told(), [Told::HeapGone(*start)], "{name}");
+            assert_eq!(take_tool_calls(), [ToolCall::HeapDestroyed(*start)], "{name}");
         }
         // Memory outside of the known heaps is not reported to the tool.
         let elsewhere: Arc<dyn Driver> = Arc::new(NullDriver::new(1 << 30));
@@ -503,6 +507,6 @@ mod tests {
         let block = allocator.allocate(Request::new(1), stream).unwrap();
         // SAFETY: no work uses the block.
         unsafe { allocator.deallocate(block, stream) }.unwrap();
-        assert_eq!(told(), []);
+        assert_eq!(take_tool_calls(), []);
     }
 }

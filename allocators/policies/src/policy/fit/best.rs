@@ -109,10 +109,10 @@ impl Sorted {
 
     /// Inserts a block into the piece of the block that is removed. False, without effect, where it belongs into another piece, or
     /// the removed block is not in the index.
-    fn replace(&mut self, (gone, id): (Key, BlockId), key: Key, by: BlockId) -> bool {
-        let (at, place) = self.seek(gone);
+    fn replace(&mut self, (removed, id): (Key, BlockId), key: Key, by: BlockId) -> bool {
+        let (at, place) = self.seek(removed);
         let is_last = at + 1 >= self.pieces.len();
-        let Some(piece) = self.pieces.get_mut(at).filter(|piece| piece.get(place) == Some(&(gone, id))) else {
+        let Some(piece) = self.pieces.get_mut(at).filter(|piece| piece.get(place) == Some(&(removed, id))) else {
             return false;
         };
         let target = piece.partition_point(|(other, _)| order(*other) < order(key));
@@ -171,14 +171,18 @@ impl FreeBlocks for Best {
         known
     }
 
-    fn replace(&mut self, gone: FreeBlock, block: FreeBlock) -> bool {
-        if gone.list == block.list
-            && let Some(at) = self.place_of(gone.list)
-            && self.lists[at].1.replace(((gone.bytes, gone.addr), gone.id), (block.bytes, block.addr), block.id)
+    fn replace(&mut self, removed: FreeBlock, block: FreeBlock) -> bool {
+        if removed.list == block.list
+            && let Some(at) = self.place_of(removed.list)
+            && self.lists[at].1.replace(
+                ((removed.bytes, removed.addr), removed.id),
+                (block.bytes, block.addr),
+                block.id,
+            )
         {
             return true;
         }
-        let known = self.remove(gone);
+        let known = self.remove(removed);
         self.insert(block);
         known
     }
@@ -240,14 +244,14 @@ mod tests {
             }
             // A block that is split, or coalesced with another.
             let (from, to) = ((list, 1 + below(40), below(4_000)), (1 + below(40), below(4_000)));
-            if let Some(gone) = model.range(from..).next().copied() {
-                let (to, numbered) = ((gone.0, to.0, to.1), |(list, bytes, addr)| {
+            if let Some(removed) = model.range(from..).next().copied() {
+                let (to, numbered) = ((removed.0, to.0, to.1), |(list, bytes, addr)| {
                     // CAST: small numbers.
                     FreeBlock { list, addr, bytes, id: BlockId::numbered(addr as u32) }
                 });
                 if model.insert(to) {
-                    model.remove(&gone);
-                    assert!(index.replace(numbered(gone), numbered(to)));
+                    model.remove(&removed);
+                    assert!(index.replace(numbered(removed), numbered(to)));
                 }
             }
             let first = |from: (FreeList, u64, u64)| model.range(from..).next().filter(|(of, ..)| *of == list);

@@ -192,7 +192,7 @@ impl Heap {
         let (addr, list) = (self.space[hole].addr, self.space[hole].list);
         self.source.expandable().holes.remove(&(list, addr));
         let joined = self.space.map(hole, bytes);
-        joined.absorbed.into_iter().flatten().for_each(|gone| self.fit.remove(gone));
+        joined.absorbed.into_iter().flatten().for_each(|block| self.fit.remove(block));
         self.fit.insert(joined.block);
         if let Some(rest) = self.hole_behind(joined.block.id) {
             self.source.expandable().holes.insert((list, self.space[rest].addr), rest);
@@ -217,11 +217,11 @@ impl Heap {
         let step = if self.source.pages().is_some() { bytes } else { unit };
         // SAFETY: free blocks are mapped, and the part is whole handles. The callers have waited for work that used it, or no work
         // did. Its pages are mapped nowhere else: new pages never were, and the others have no kept mapping by now.
-        let (gone, outcome) = unsafe { self.source.expandable().unmap(addr, bytes, unit, step) };
-        if gone > 0 {
-            self.open_hole(block, addr, gone);
+        let (unmapped, outcome) = unsafe { self.source.expandable().unmap(addr, bytes, unit, step) };
+        if unmapped > 0 {
+            self.open_hole(block, addr, unmapped);
         }
-        outcome.map(|()| gone)
+        outcome.map(|()| unmapped)
     }
 
     /// Notes that a part of a free block is unmapped.
@@ -264,7 +264,7 @@ impl Heap {
         }
     }
 
-    /// Unmaps free blocks of expandable segments, in lists that `wanted` selects, while more than `keep` bytes are reserved, and
+    /// Unmaps free blocks of expandable segments, in lists that `filter` selects, while more than `keep` bytes are reserved, and
     /// releases ranges without mapped memory. Returns the unmapped bytes. Has no effect while a graph is captured, because no wait
     /// is allowed then.
     ///
@@ -274,12 +274,12 @@ impl Heap {
     ///
     /// # Errors
     /// Those of the driver. Memory unmapped before that is accounted for.
-    pub(super) fn unmap_free(&mut self, keep: u64, wanted: impl Fn(&FreeList) -> bool) -> Result<u64, DriverError> {
+    pub(super) fn unmap_free(&mut self, keep: u64, filter: impl Fn(&FreeList) -> bool) -> Result<u64, DriverError> {
         if !self.source.is_expandable() || self.is_capturing() {
             return Ok(0);
         }
         self.source.expandable().release_again()?;
-        let goes = |list: &FreeList| !self.is_pinned(*list) && wanted(list);
+        let goes = |list: &FreeList| !self.is_pinned(*list) && filter(list);
         let mut free: Vec<FreeBlock> = self.space.free_blocks().filter(|block| goes(&block.list)).collect();
         free.sort_unstable_by_key(|block| release_order(block.list, block.bytes, block.addr));
         let (mut most, mut parts) = (self.space.account().reserved().saturating_sub(keep), Vec::new());

@@ -78,8 +78,8 @@ impl Segments for Heap {
         Ok(bytes)
     }
 
-    fn release_parts(&mut self, keep: u64, wanted: impl Fn(&FreeList) -> bool) -> Result<u64, DriverError> {
-        self.unmap_free(keep, wanted)
+    fn release_parts(&mut self, keep: u64, filter: impl Fn(&FreeList) -> bool) -> Result<u64, DriverError> {
+        self.unmap_free(keep, filter)
     }
 
     fn synchronize(&mut self) -> Result<(), DriverError> {

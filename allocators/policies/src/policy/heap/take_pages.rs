@@ -152,7 +152,7 @@ impl Heap {
     }
 
     /// Makes a free block of `bytes` by moving pages into a run, those that have been free longest, and by mapping new ones for the
-    /// remainder. `wanted` returns the bytes to move, given the bytes that the run needs. Pages of the same stream move
+    /// remainder. `bytes_to_move` returns the bytes to move, given the bytes that the run needs. Pages of the same stream move
     /// immediately, because its later work follows the work that used them. Pages of other streams move when that work has
     /// completed; with `wait` the host waits for it. Returns the block, and the moved bytes; `None` when there is not enough
     /// memory.
@@ -165,18 +165,18 @@ impl Heap {
         &mut self,
         list: FreeList,
         bytes: u64,
-        wanted: impl Fn(&Self, u64) -> u64,
+        bytes_to_move: impl Fn(&Self, u64) -> u64,
         wait: bool,
     ) -> Result<Option<(BlockId, u64)>, DriverError> {
         let page = self.source.handle_bytes(list.pool);
         let Some((first, needed)) = self.find_run(list, bytes)? else { return Ok(None) };
         let start = self.space[first].addr;
         let lacking = needed.pages() as u64 * page;
-        let wanted = wanted(self, lacking).min(lacking).saturating_sub(needed.kept.len() as u64 * page);
+        let bytes_to_move = bytes_to_move(self, lacking).min(lacking).saturating_sub(needed.kept.len() as u64 * page);
         let Lacking { mut kept, vacant } = needed;
         let back: BTreeSet<u64> = kept.iter().map(|page_move| page_move.from).collect();
         let mut moves =
-            self.choose(list, wanted.min(vacant.len() as u64 * page), &(start..start + bytes), &back, wait)?;
+            self.choose(list, bytes_to_move.min(vacant.len() as u64 * page), &(start..start + bytes), &back, wait)?;
         let moved = (kept.len() + moves.len()) as u64 * page;
         let limit = self.source.limit().unwrap_or(u64::MAX);
         if self.space.account().reserved() + (lacking - moved) > limit {

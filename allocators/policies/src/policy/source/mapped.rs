@@ -88,9 +88,9 @@ impl Mapped {
         self.at.range(start..end).map(|(addr, _)| *addr)
     }
 
-    /// Addresses of kept mappings whose page belongs to an address that `wanted` selects, in order.
-    pub(crate) fn kept_of(&self, wanted: impl Fn(u64) -> bool) -> Vec<u64> {
-        let is_kept = |addr: u64, place: u64| place != addr && wanted(place);
+    /// Addresses of kept mappings whose page belongs to an address that `filter` selects, in order.
+    pub(crate) fn kept_of(&self, filter: impl Fn(u64) -> bool) -> Vec<u64> {
+        let is_kept = |addr: u64, place: u64| place != addr && filter(place);
         let addresses = self.at.iter().filter(|(addr, number)| is_kept(**addr, self.pages[**number].place));
         addresses.map(|(addr, _)| *addr).collect()
     }
