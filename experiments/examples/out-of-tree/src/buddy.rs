@@ -88,12 +88,12 @@ impl Policy for Buddy {
     }
 
     fn find(&self, heap: &mut Heap, list: FreeList, bytes: u64) -> Result<Found, DriverError> {
-        let mut found = heap.find(list, bytes, u64::MAX);
-        if found.is_none() {
+        let mut block = heap.find(list, bytes, u64::MAX);
+        if block.is_none() {
             join_buddies(heap, list);
-            found = heap.find(list, bytes, u64::MAX);
+            block = heap.find(list, bytes, u64::MAX);
         }
-        Ok(found.map(|block| (block, Path::Hit)))
+        Ok(block.map(|block| (block, Path::Hit)))
     }
 
     fn take(&self, heap: &mut Heap, block: BlockId, list: FreeList, bytes: u64, requested: u64) -> (BlockId, bool) {

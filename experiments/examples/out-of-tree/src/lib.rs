@@ -83,8 +83,8 @@ struct State {
 impl State {
     /// The free end of the lowest segment with room for the request.
     fn find(&self, list: FreeList, bytes: u64) -> Option<BlockId> {
-        let own = self.space.segments().filter(|(_, segment)| segment.list == list);
-        let ends = own.filter_map(|(id, _)| self.space.blocks_of(id).last());
+        let segments = self.space.segments().filter(|(_, segment)| segment.list == list);
+        let ends = segments.filter_map(|(id, _)| self.space.blocks_of(id).last());
         let fit = ends.filter(|end| self.space[*end].state == BlockState::Free && self.space[*end].bytes >= bytes);
         fit.min_by_key(|end| self.space[*end].addr)
     }
@@ -182,50 +182,50 @@ impl DeviceAllocator for Bump {
         let list = FreeList { owner: Owner::of(stream), pool: None };
         let state = &mut *self.lock();
         let mut path = Path::Hit;
-        let mut found = state.find(list, bytes);
-        if found.is_none() {
+        let mut block = state.find(list, bytes);
+        if block.is_none() {
             path = Path::DriverAlloc;
-            found = self.grow(state, list, bytes)?;
+            block = self.grow(state, list, bytes)?;
         }
-        if found.is_none() {
+        if block.is_none() {
             path = Path::Retry;
             self.release(state, 0)?;
             state.space.account_mut().count_retry();
-            found = self.grow(state, list, bytes)?;
+            block = self.grow(state, list, bytes)?;
         }
-        let Some(held) = found else { return Err(self.out_of_memory(state, list, request.bytes)) };
-        state.space.take(held, bytes, request.bytes);
+        let Some(block) = block else { return Err(self.out_of_memory(state, list, request.bytes)) };
+        state.space.take(block, bytes, request.bytes);
         state.space.account_mut().note_peak(stream);
-        let addr = DeviceAddr::new(state.space[held].addr).expect("segments lie above zero");
+        let addr = DeviceAddr::new(state.space[block].addr).expect("segments lie above zero");
         // SAFETY: the driver allocates segments at multiples of 256, and block sizes are multiples of 512. Blocks of a
         // space do not overlap, and only idle segments are released to the driver.
-        Ok(unsafe { Block::new(addr, bytes, request.bytes, path, self.tokens.of_record(held.number())) })
+        Ok(unsafe { Block::new(addr, bytes, request.bytes, path, self.tokens.of_record(block.number())) })
     }
 
     unsafe fn deallocate(&self, block: Block, _stream: StreamId) -> Result<Path, AllocError> {
         let state = &mut *self.lock();
-        let Some(held) = self.held(state, &block) else {
+        let Some(id) = self.held(state, &block) else {
             return Err(AllocError::foreign(self.name(), "it is not live here", block));
         };
-        let owner = state.space[held].list.owner.stream;
-        let users = state.users.remove(&held).unwrap_or_default();
-        state.space.defer(held);
+        let owner = state.space[id].list.owner.stream;
+        let users = state.users.remove(&id).unwrap_or_default();
+        state.space.defer(id);
         let ordered = users.iter().try_for_each(|user| self.order(owner, *user));
         // A stream that cannot be waited for may be destroyed: wait for the whole device instead.
         if let Err(error) = ordered.or_else(|_| self.driver.device_synchronize()) {
-            state.stranded.push(held);
+            state.stranded.push(id);
             return Err(error.into());
         }
-        state.space.free(held);
+        state.space.free(id);
         Ok(if users.is_empty() { Path::Hit } else { Path::WaitInserted })
     }
 
     fn record_use(&self, block: &Block, stream: StreamId) -> Result<(), AllocError> {
         let state = &mut *self.lock();
-        let held = self.held(state, block);
-        let held = held.ok_or_else(|| AllocError::not_held(self.name(), "it is not live here", block))?;
-        if state.space[held].list.owner.stream != stream {
-            let users = state.users.entry(held).or_default();
+        let id = self.held(state, block);
+        let id = id.ok_or_else(|| AllocError::not_held(self.name(), "it is not live here", block))?;
+        if state.space[id].list.owner.stream != stream {
+            let users = state.users.entry(id).or_default();
             if !users.contains(&stream) {
                 users.push(stream);
             }

@@ -55,8 +55,8 @@ impl FreeBlocks for Worst {
     }
 
     fn of(&self, list: FreeList) -> Vec<FreeBlock> {
-        let own = self.0.range((list, 0, 0)..=(list, u64::MAX, u64::MAX));
-        own.map(|(&(list, bytes, addr), &id)| FreeBlock { list, addr, bytes, id }).collect()
+        let blocks = self.0.range((list, 0, 0)..=(list, u64::MAX, u64::MAX));
+        blocks.map(|(&(list, bytes, addr), &id)| FreeBlock { list, addr, bytes, id }).collect()
     }
 }
 

@@ -10,7 +10,7 @@ fn program() -> Command {
 }
 
 /// The program's stdout.
-fn said(arguments: &[&str]) -> String {
+fn stdout(arguments: &[&str]) -> String {
     let output = program().args(arguments).env_remove("CARGO").output().expect("the program runs");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     String::from_utf8(output.stdout).expect("it writes text")
@@ -29,7 +29,7 @@ fn computed(record: &str) -> Vec<String> {
 #[test]
 fn losses_are_those_of_the_default_allocator() {
     let run = |allocator: &str| {
-        said(&["--device", "sim", "--dataset", "iris", "--epochs", "2", "--json", "--alloc", allocator])
+        stdout(&["--device", "sim", "--dataset", "iris", "--epochs", "2", "--json", "--alloc", allocator])
     };
     let usual = computed(&run("caching"));
     for (allocator, name) in [("bump:segment=4M", "bump"), ("snug", "snug"), ("worst", "worst"), ("buddy", "buddy")] {
@@ -44,14 +44,14 @@ fn losses_are_those_of_the_default_allocator() {
 fn the_command_line_knows_its_settings() {
     let output = program().args(["--device", "sim", "--alloc", "bump:segmant=4M"]).output().expect("the program runs");
     assert_eq!(output.status.code(), Some(2), "a wrong setting is a mistake of the command line");
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert!(said.contains("bump") && said.contains("did you mean 'segment'"), "{said}");
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(stderr.contains("bump") && stderr.contains("did you mean 'segment'"), "{stderr}");
 }
 
 #[test]
 fn a_history_is_replayed_under_each() {
     let json =
-        said(&["vramlab", "replay", HISTORY, "--alloc", "bump,snug,worst,buddy,caching", "--plan", "off", "--json"]);
+        stdout(&["vramlab", "replay", HISTORY, "--alloc", "bump,snug,worst,buddy,caching", "--plan", "off", "--json"]);
     let rows: serde_json::Value = serde_json::from_str(&json).expect("it is JSON");
     let rows = rows.as_array().expect("an object for each");
     let names: Vec<&str> = rows.iter().filter_map(|row| row["allocator"].as_str()).collect();
@@ -65,25 +65,25 @@ fn a_history_is_replayed_under_each() {
 
 #[test]
 fn the_next_command_is_one_of_this_program() {
-    let page = said(&["vramlab", "replay", HISTORY, "--alloc", "bump,worst", "--plan", "off"]);
+    let page = stdout(&["vramlab", "replay", HISTORY, "--alloc", "bump,worst", "--plan", "off"]);
     let next = page.lines().find_map(|line| line.strip_prefix("Next: ")).expect("it says how to go on");
     let mut words = next.split(' ');
     assert_eq!(words.next(), Some(env!("CARGO_BIN_EXE_bump-allocator")), "{next}");
     let command: Vec<&str> = words.filter(|word| !word.is_empty()).collect();
     assert_eq!(command[0], "vramlab", "{next}");
-    said(&[&command[..], &["--json"]].concat());
+    stdout(&[&command[..], &["--json"]].concat());
 }
 
 #[test]
 fn allocators_are_compared() {
     let run =
         ["experiments", "compare", "--alloc", "bump,caching", "--device", "sim", "--dataset", "iris", "--epochs", "1"];
-    let json = said(&[&run[..], &["--json"]].concat());
-    let found: serde_json::Value = serde_json::from_str(&json).expect("it is JSON");
+    let json = stdout(&[&run[..], &["--json"]].concat());
+    let rows: serde_json::Value = serde_json::from_str(&json).expect("it is JSON");
     let arms: Vec<&str> =
-        found.as_array().expect("an object for each").iter().filter_map(|arm| arm["arm"].as_str()).collect();
+        rows.as_array().expect("an object for each").iter().filter_map(|arm| arm["arm"].as_str()).collect();
     assert_eq!(arms.iter().map(|arm| arm.contains("bump")).collect::<Vec<_>>(), [true, false], "{json}");
-    let page = said(&run);
+    let page = stdout(&run);
     let next = page.lines().find_map(|line| line.strip_prefix("Next: ")).expect("it says how to go on");
     assert!(next.starts_with(env!("CARGO_BIN_EXE_bump-allocator")), "{next}");
 }

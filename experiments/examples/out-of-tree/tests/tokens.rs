@@ -17,11 +17,13 @@ fn made(kind: &'static vramlab::Backend) -> (Arc<dyn DeviceAllocator>, StreamId,
 #[test]
 fn a_block_of_one_allocator_is_refused_by_all_others() {
     // Each kind several times: if tokens were counted by kind, they would collide.
-    let held: Vec<_> =
+    let allocators: Vec<_> =
         [&BACKEND, &naive::BACKEND].into_iter().flat_map(|kind| (0..4).map(move |_| made(kind))).collect();
-    for (number, (allocator, stream, own)) in held.iter().enumerate() {
-        for (_, _, foreign) in held.iter().enumerate().filter(|(other, _)| *other != number).map(|(_, other)| other) {
-            assert_eq!(own.addr(), foreign.addr(), "devices hand out the same addresses");
+    for (number, (allocator, stream, own)) in allocators.iter().enumerate() {
+        for (_, _, foreign) in
+            allocators.iter().enumerate().filter(|(other, _)| *other != number).map(|(_, other)| other)
+        {
+            assert_eq!(own.addr(), foreign.addr(), "the devices return the same addresses");
             let refused = allocator.record_use(foreign, *stream);
             assert!(matches!(refused, Err(AllocError::ForeignBlock { .. })), "{own:?} and {foreign:?}");
         }
