@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import tarfile
 from pathlib import Path
 
 import polars as pl
@@ -326,57 +325,3 @@ def test_runs_of_other_work_are_refused(monkeypatch: pytest.MonkeyPatch) -> None
     other = dataclasses.replace(result, capture=load(Path(wide)))
     with pytest.raises(AnalysisError, match=r"different work than .* \(hidden\)"):
         readme_figure.under_the_profiler("naive", other, timeline.window(result).length)
-
-
-# Archives of recorded results, which are unpacked when they are read.
-
-
-def archive(folder: Path, text: str) -> Path:
-    """LABEL.tar.xz with one file, which nothing has unpacked yet."""
-    (folder / "made/LABEL").mkdir(parents=True, exist_ok=True)
-    (folder / "made/LABEL/table").write_text(text)
-    with tarfile.open(folder / "LABEL.tar.xz", "w:xz") as tar:
-        tar.add(folder / "made/LABEL", "LABEL")
-    repository.unpack.cache_clear()
-    return folder / "LABEL.tar.xz"
-
-
-def test_an_archive_is_unpacked_once_and_never_over_other_files(tmp_path: Path) -> None:
-    first = archive(tmp_path, "1")
-    repository.unpack(first)
-    assert (tmp_path / "LABEL/table").read_text() == "1"
-    (tmp_path / "LABEL/added").write_text("a user's")
-    repository.unpack.cache_clear()
-    repository.unpack(first)
-    assert (tmp_path / "LABEL/added").read_text() == "a user's"
-    # Another archive does not replace what is there.
-    with pytest.raises(AnalysisError, match=r"LABEL: differs from LABEL\.tar\.xz"):
-        repository.unpack(archive(tmp_path, "2"))
-    assert (tmp_path / "LABEL/table").read_text() == "1"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["LABEL", "LABEL.tar.xz", "made"]
-
-
-@pytest.mark.parametrize("name", ["LABEL", "LABEL/.unpacked", "LABEL/table"])
-def test_nothing_is_written_through_a_link_of_an_archive(tmp_path: Path, name: str) -> None:
-    (tmp_path / "outside").mkdir()
-    results = tmp_path / "results"
-    results.mkdir()
-    path = archive(results, "1")
-    link = tarfile.TarInfo(name)
-    link.type, link.linkname = tarfile.SYMTYPE, str(tmp_path / "outside" / ("" if name == "LABEL" else "file"))
-    with tarfile.open(path, "w:xz") as tar:
-        if name != "LABEL":
-            tar.add(results / "made/LABEL", "LABEL", recursive=False)
-        tar.addfile(link)
-    with pytest.raises(AnalysisError, match="is not a regular file"):
-        repository.unpack(path)
-    assert not list((tmp_path / "outside").iterdir())
-    assert sorted(path.name for path in results.iterdir()) == ["LABEL.tar.xz", "made"]
-
-
-def test_damaged_archive_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "LABEL.tar.xz"
-    path.write_bytes(b"no archive")
-    with pytest.raises(AnalysisError, match="not an archive of results"):
-        repository.unpack(path)
-    assert not (tmp_path / "LABEL").exists()

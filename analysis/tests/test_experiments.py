@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import lzma
 import shutil
+import subprocess
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import summary, write_experiment
-from vramlab_analysis import experiments, inside, losses, records, steps
+from vramlab_analysis import experiments, inside, losses, records, repository, steps
 from vramlab_analysis.errors import AnalysisError
 from vramlab_analysis.experiments import load_experiment
 from vramlab_analysis.plots.cells import matrix
@@ -106,6 +108,43 @@ def test_results_are_the_latest_or_an_error_with_their_command(tmp_path: Path, m
         experiments.newest("table.json")
     with pytest.raises(AnalysisError, match="experiments run other --device cuda"):
         experiments.results("other", "gpu")
+
+
+def archive(folder: Path, text: str) -> Path:
+    """LABEL.tar.xz with one file."""
+    (folder / "made/LABEL").mkdir(parents=True, exist_ok=True)
+    (folder / "made/LABEL/table").write_text(text)
+    with tarfile.open(folder / "LABEL.tar.xz", "w:xz") as tar:
+        tar.add(folder / "made/LABEL", "LABEL")
+    return folder / "LABEL.tar.xz"
+
+
+def test_the_program_unpacks_an_archive_once_and_its_error_is_passed_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+    run = subprocess.run
+
+    def counted(words: list[Any], **options: Any) -> Any:
+        started.append(words)
+        return run(words, **options)
+
+    monkeypatch.setattr(subprocess, "run", counted)
+    first = archive(tmp_path, "1")
+    for _ in range(3):
+        assert (repository.unpack(first) / "table").read_text() == "1"
+    assert len(started) == 1
+    with pytest.raises(AnalysisError, match=r"LABEL holds something else"):
+        repository.unpack(archive(tmp_path, "another text"))
+    assert (tmp_path / "LABEL/table").read_text() == "1"
+
+
+def test_without_the_program_the_error_names_its_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RESULTS", str(tmp_path))
+    monkeypatch.setenv("CARGO_TARGET_DIR", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(AnalysisError, match="run `cargo build -p experiments`"):
+        experiments.labels()
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ class Runs:
 
 def files() -> list[Path]:
     """Recorded lists, the newest last."""
-    return sorted(repository.results().glob("*-acceptance.jsonl*"))
+    return repository.listing().files("acceptance.jsonl")
 
 
 def load(*paths: Path) -> Runs:

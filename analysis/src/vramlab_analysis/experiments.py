@@ -234,13 +234,10 @@ def machine(name: str) -> str:
 
 
 def labels(device: str = "gpu") -> list[Path]:
-    """The directories of recorded results, oldest first: those of GPUs (`gpu`), or those with a label that ends in a
-    word such as `sim`. A label is a date and words; labels of simulated runs end in `sim`.
+    """The directories of recorded results, oldest first: those of GPUs (`gpu`), or those with another device's word in
+    their label, such as `sim`. `experiments results` decides.
     """
-    folders = sorted(path for path in repository.results().glob("*-*") if path.is_dir())
-    if device == "gpu":
-        return [path for path in folders if not path.name.endswith("sim")]
-    return [path for path in folders if path.name.endswith(f"-{device}")]
+    return repository.listing().labels(device)
 
 
 def results(spec: str, device: str) -> Experiment:

@@ -106,7 +106,7 @@ def driver(machine: dict[str, Any]) -> str:
 
 def files() -> list[Path]:
     """Recorded campaigns, the newest last."""
-    return sorted(repository.results().glob("*-inside.jsonl*"))
+    return repository.listing().files("inside.jsonl")
 
 
 def load(*paths: Path) -> Runs:

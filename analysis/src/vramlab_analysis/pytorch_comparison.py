@@ -28,7 +28,7 @@ def record() -> tuple[dict[str, Any], dict[tuple[int, str], dict[str, Any]]]:
 
     Raises AnalysisError where there is no record.
     """
-    paths = sorted(repository.results().glob("*-training-beside.jsonl"))
+    paths = repository.listing().files("training-beside.jsonl")
     if not paths:
         raise AnalysisError("experiments/results: no training-beside.jsonl.")
     lines = [parse_json(line, str(paths[-1])) for line in read_bytes(paths[-1]).splitlines()]

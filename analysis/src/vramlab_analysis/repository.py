@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
+import json
 import os
 import shutil
-import tarfile
-import tempfile
+import subprocess
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from vramlab_analysis.errors import AnalysisError
-
-# The file with the SHA-256 of the archive that a directory was unpacked from.
-STAMP = ".unpacked"
 
 
 def _is_root(folder: Path) -> bool:
@@ -34,52 +31,75 @@ def root() -> Path:
     )
 
 
-def results() -> Path:
-    """The directory of recorded results: RESULTS, or the repository's, whose archives are unpacked first.
+def built(name: str) -> Path | None:
+    """The newest program that the repository's build made, or None."""
+    try:
+        target = root() / os.environ.get("CARGO_TARGET_DIR", "target")
+    except AnalysisError:
+        return None
+    programs = [path for kind in ("debug", "release") if (path := target / kind / name).is_file()]
+    return max(programs, key=lambda path: path.stat().st_mtime) if programs else None
 
-    Raises AnalysisError when one of its directories differs from its archive.
+
+@dataclass(frozen=True)
+class Results:
+    """A directory of results, unpacked, as `experiments results` lists it."""
+
+    folder: Path
+    # Paths of its entries with their devices (None for a file), oldest first.
+    records: tuple[tuple[Path, str | None], ...]
+
+    def labels(self, device: str) -> list[Path]:
+        """The directories of a device, oldest first."""
+        return [path for path, of in self.records if of == device]
+
+    def files(self, name: str) -> list[Path]:
+        """The files DATE-LABEL-name, plain or compressed, oldest first."""
+        ends = tuple(f"-{name}{ending}" for ending in ("", ".xz", ".gz"))
+        return [path for path, of in self.records if of is None and path.name.endswith(ends)]
+
+
+def listing() -> Results:
+    """The recorded results: those in RESULTS, or the repository's. Their archives are unpacked first.
+
+    The program `experiments` does both and is started once while the directory does not change.
+
+    Raises AnalysisError when it is not built, or when a directory differs from its archive.
     """
-    given = os.environ.get("RESULTS")
-    if given:
-        return Path(given)
-    folder = root() / "experiments" / "results"
-    for archive in sorted(folder.glob("*.tar.xz")):
-        unpack(archive)
-    return folder
+    folder = Path(os.environ.get("RESULTS") or root() / "experiments" / "results")
+    if not folder.is_dir():
+        raise AnalysisError(f"{folder}: no such directory of results.")
+    return _listing(folder, folder.stat().st_mtime_ns)
+
+
+def results() -> Path:
+    """The directory of `listing`."""
+    return listing().folder
 
 
 @cache
-def unpack(archive: Path) -> None:
-    """Unpacks LABEL.tar.xz to the directory LABEL next to it, unless that was done before.
+def _listing(path: Path, _changed_ns: int) -> Results:
+    program = built("experiments") or shutil.which("experiments")
+    if program is None:
+        raise AnalysisError(
+            f"{path}: the program `experiments`, which lists recorded results, is not built; "
+            "run `cargo build -p experiments` in the repository."
+        )
+    output = subprocess.run([program, "results", "--json", path.resolve()], capture_output=True, text=True)
+    if output.returncode:
+        reason = (output.stderr.strip().splitlines() or ["no reason given"])[-1].removeprefix("error: ")
+        raise AnalysisError(f"{path}: `experiments results` failed: {reason}")
+    found = json.loads(output.stdout)
+    folder = Path(found["folder"])
+    return Results(folder, tuple((folder / one["name"], one.get("device")) for one in found["records"]))
 
-    Raises AnalysisError when the directory has other contents, which may be new records.
+
+def unpack(archive: Path) -> Path:
+    """The directory LABEL that LABEL.tar.xz is unpacked to, next to it.
+
+    Raises AnalysisError when the directory has other contents.
     """
-    folder = archive.with_name(archive.name.removesuffix(".tar.xz"))
-    digest = hashlib.sha256(archive.read_bytes()).hexdigest()
-    if not folder.exists():
-        partial = Path(tempfile.mkdtemp(suffix=".partial", dir=archive.parent))
-        try:
-            with tarfile.open(archive) as tar:
-                for member in tar:
-                    # The stamp is not written through a link that the archive has.
-                    if not (member.isreg() or member.isdir()):
-                        raise AnalysisError(
-                            f"{archive}: its member {member.name} is not a regular file; pack it again."
-                        )
-                tar.extractall(partial, filter="data")
-            (partial / folder.name / STAMP).write_text(digest)
-            (partial / folder.name).rename(folder)
-        except tarfile.TarError as error:
-            raise AnalysisError(f"{archive}: not an archive of results ({error}).") from error
-        except OSError:
-            # Another process was first.
-            if not folder.exists():
-                raise
-        finally:
-            shutil.rmtree(partial)
-    stamp = folder / STAMP
-    if not stamp.is_file() or stamp.read_text() != digest:
-        raise AnalysisError(f"{folder}: differs from {archive.name}; pack it (CONTRIBUTING.md) or remove it.")
+    return _listing(archive, archive.stat().st_mtime_ns).folder
 
 
 def resolve(path: str) -> Path:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from vramlab_analysis import repository
 from vramlab_analysis.errors import AnalysisError
+from vramlab_analysis.repository import built
 
 # The README's commands with samples of output: the program, and arguments that work on every machine.
 COMMANDS = {
@@ -22,13 +23,6 @@ COMMANDS = {
 }
 PAGE = "README.md"
 BLOCK = re.compile(r"^```sh\n((?:(?!```).*\n)+)```\n+```text\n((?:(?!```).*\n)+)```$", re.MULTILINE)
-
-
-def built(name: str) -> Path | None:
-    """The newest built program, or None."""
-    target = repository.root() / "target"
-    found = [path for kind in ("debug", "release") if (path := target / kind / name).is_file()]
-    return max(found, key=lambda path: path.stat().st_mtime) if found else None
 
 
 @cache

@@ -26,7 +26,7 @@ def _steps() -> list[dict[str, Any]]:
 
     Raises AnalysisError where there is no record.
     """
-    paths = sorted(repository.results().glob("*-step-kernels.jsonl"))
+    paths = repository.listing().files("step-kernels.jsonl")
     if not paths:
         raise AnalysisError("experiments/results: no step-kernels.jsonl.")
     steps: list[dict[str, Any]] = [parse_json(line, str(paths[-1])) for line in read_bytes(paths[-1]).splitlines()]

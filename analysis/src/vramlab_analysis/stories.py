@@ -64,7 +64,7 @@ def load(path: Path | None = None) -> Stories:
     Raises AnalysisError when there is no file, or another kind of file.
     """
     if path is None:
-        there = sorted(repository.results().glob("*-stories.jsonl*"))
+        there = repository.listing().files("stories.jsonl")
         if not there:
             raise AnalysisError(
                 "experiments/results: no record of the case studies; `experiments/pytorch/stories.py` makes one."

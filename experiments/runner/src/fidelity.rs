@@ -6,14 +6,13 @@ pub(crate) mod recorded;
 use crate::repository;
 use crate::study::ended;
 use crate::study::figures::median;
-use crate::study::record::{EXPERIMENT, read_json};
+use crate::study::record::EXPERIMENT;
 use crate::table::{percent, table};
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use recorded::{Call, Measured, Recorded};
 use serde::Serialize;
 use std::collections::BTreeMap;
-use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use terminal::RuntimeFailure;
@@ -161,25 +160,18 @@ fn records(args: &FidelityArgs) -> Result<Option<(PathBuf, Option<PathBuf>)>> {
     let (Some(stem), Some(results)) = (Path::new(&args.spec).file_stem(), repository::results()?) else {
         return Ok(None);
     };
-    let Some(measured) = newest(&results, stem, DeviceKind::Cuda) else { return Ok(None) };
+    let newest = |device: &str| {
+        repository::newest(&results, device, Path::new(stem), |folder| folder.join(EXPERIMENT).is_file())
+    };
+    let Some(measured) = newest(repository::GPU)? else { return Ok(None) };
     say(&format!("note     no GPU here: the measured runs are those of {}", measured.display()));
     let wanted = args.against.is_none() && args.profile.is_none();
-    let simulated = wanted.then(|| newest(&results, stem, DeviceKind::Sim)).flatten();
+    let simulated = if wanted { newest("sim")? } else { None };
     if let Some(folder) = &simulated {
         let folder = folder.display();
         say(&format!("note     the simulated runs are those of {folder}; --against names others"));
     }
     Ok(Some((measured, simulated)))
-}
-
-/// The newest recorded experiment with this name on a kind of device: directory names begin with their date.
-fn newest(results: &Path, name: &OsStr, kind: DeviceKind) -> Option<PathBuf> {
-    let labels = repository::entries(results).ok()?.into_iter().map(|label| label.join(name));
-    let on_kind = |folder: &PathBuf| {
-        let device = read_json(&folder.join(EXPERIMENT)).ok().and_then(|found| found["device"].as_str()?.parse().ok());
-        device.is_some_and(|device: DeviceName| device.kind() == kind)
-    };
-    labels.filter(on_kind).max()
 }
 
 /// The directory of an experiment on one device: the recorded one, or that of a new run.

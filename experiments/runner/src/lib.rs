@@ -12,6 +12,7 @@ mod fit;
 mod profile;
 mod program;
 mod repository;
+mod results;
 mod study;
 mod table;
 mod truth;
@@ -38,6 +39,8 @@ enum Command {
     List(study::ListArgs),
     /// Makes one archive of recorded experiments
     Pack(study::PackArgs),
+    /// Unpacks the archives of recorded results and lists them, oldest first
+    Results(results::ResultsArgs),
     /// Trains under each allocator and prints one table
     Compare(compare::CompareArgs),
     /// Prints the error of the simulated GPU compared with the real one
@@ -96,6 +99,7 @@ pub fn main(arguments: Vec<OsString>) -> ExitCode {
         Command::Status(args) => study::status(&args),
         Command::List(args) => study::list(&args),
         Command::Pack(args) => study::pack(&args),
+        Command::Results(args) => results::results(&args),
         Command::Fidelity(args) => fidelity::fidelity(&args),
         Command::Compare(args) => compare::compare(&args),
         Command::Bench(args) => bench::bench(&args),

@@ -3,6 +3,7 @@
 use anyhow::{Context, Result, bail};
 use liblzma::read::XzDecoder;
 use ring::digest::{SHA256, digest};
+use serde::Serialize;
 use std::fs;
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
@@ -14,8 +15,7 @@ const MOST_UNPACKED: u64 = 16 << 30;
 
 /// File ending of the archives of recorded results.
 pub(crate) const ARCHIVE: &str = ".tar.xz";
-/// File in an unpacked directory that names its archive, by the archive's SHA-256. `vramlab_analysis` reads and writes
-/// it too.
+/// File in an unpacked directory that names its archive, by the archive's SHA-256.
 const STAMP: &str = ".unpacked";
 
 /// A file or directory of `experiments/`, if it exists: below the current directory, else in the sources of this
@@ -46,20 +46,72 @@ pub(crate) fn sha256(bytes: &[u8]) -> String {
     digest(&SHA256, bytes).as_ref().iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// The directory of recorded results, if it exists. Each `LABEL.tar.xz` in it is unpacked to the directory `LABEL`
-/// next to it.
+/// The directory of recorded results, if it exists, with its archives unpacked ([`unpack_all`]).
+pub(crate) fn results() -> Result<Option<PathBuf>> {
+    let Some(folder) = find("results") else { return Ok(None) };
+    unpack_all(&folder)?;
+    Ok(Some(folder))
+}
+
+/// Unpacks each `LABEL.tar.xz` of a directory to the directory `LABEL` next to it.
 ///
 /// # Errors
 ///
 /// An archive cannot be unpacked, or the directory of its name has other contents, which may be new records.
-pub(crate) fn results() -> Result<Option<PathBuf>> {
-    let Some(folder) = find("results") else { return Ok(None) };
-    for path in entries(&folder)? {
-        if let Some(label) = path.file_name().and_then(|name| name.to_str()?.strip_suffix(ARCHIVE)) {
-            unpack(&path, &folder, label).with_context(|| format!("cannot unpack {}", path.display()))?;
-        }
-    }
-    Ok(Some(folder))
+pub(crate) fn unpack_all(folder: &Path) -> Result<()> {
+    entries(folder)?.iter().filter(|path| is_archive(path)).try_for_each(|path| unpack_beside(path).map(drop))
+}
+
+/// Unpacks `LABEL.tar.xz` to the directory `LABEL` next to it, which is returned; errors as those of [`unpack_all`].
+pub(crate) fn unpack_beside(archive: &Path) -> Result<PathBuf> {
+    let name = archive.file_name().and_then(|name| name.to_str()?.strip_suffix(ARCHIVE)).unwrap_or_default();
+    let folder = archive.parent().unwrap_or(Path::new(""));
+    unpack(archive, folder, name).with_context(|| format!("cannot unpack {}", archive.display()))?;
+    Ok(folder.join(name))
+}
+
+/// Whether a path has the file ending of an archive.
+pub(crate) fn is_archive(path: &Path) -> bool {
+    path.file_name()
+        .and_then(|name| name.to_str())
+        .is_some_and(|name| name.len() > ARCHIVE.len() && name.ends_with(ARCHIVE))
+}
+
+/// The device of labels of real GPUs.
+pub(crate) const GPU: &str = "gpu";
+
+/// An entry of the directory of recorded results.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Record {
+    pub(crate) name: String,
+    /// Absent for a file. For a directory, whose name is a label: its last word if that ends in `sim`, which labels of
+    /// simulated runs do, else `gpu`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) device: Option<String>,
+}
+
+/// The entries of a directory of results, oldest first: their names begin with their date. Archives and
+/// directories that are being unpacked are left out.
+pub(crate) fn records(results: &Path) -> Result<Vec<Record>> {
+    let of = |path: PathBuf| {
+        let name = path.file_name()?.to_str()?.to_owned();
+        let last = name.rsplit('-').next().unwrap_or_default();
+        let device = if last.ends_with("sim") { last } else { GPU };
+        let device = path.is_dir().then(|| device.to_owned());
+        (!name.starts_with('.') && !is_archive(&path)).then_some(Record { name, device })
+    };
+    Ok(entries(results)?.into_iter().filter_map(of).collect())
+}
+
+/// The newest record `LABEL/name` among the labels of a device ([`Record::device`]) that satisfies a condition, if any.
+pub(crate) fn newest(
+    results: &Path,
+    device: &str,
+    name: &Path,
+    fits: impl Fn(&Path) -> bool,
+) -> Result<Option<PathBuf>> {
+    let labels = records(results)?.into_iter().filter(|record| record.device.as_deref() == Some(device));
+    Ok(labels.map(|label| results.join(label.name).join(name)).rfind(|path| fits(path)))
 }
 
 /// Unpacks an archive to `results/label`, unless it is unpacked already.
@@ -173,6 +225,30 @@ mod tests {
             assert_eq!(fs::read_to_string(file).unwrap(), "kept", "{members:?}");
             assert_eq!(fs::read_dir(&results).unwrap().count(), 1, "{members:?}: only the archive is left");
         }
+    }
+
+    #[test]
+    fn the_newest_record_is_the_last_label_of_its_device() {
+        let place = tempfile::tempdir().unwrap();
+        let labels = ["2026-01-01-sim", "2026-01-02-sim", "2026-01-03-h200", "2026-01-04-h100-resim", ".x.partial"];
+        for label in labels {
+            fs::create_dir_all(place.path().join(label).join("width")).unwrap();
+        }
+        fs::create_dir(place.path().join("2026-01-05-h200")).unwrap();
+        fs::write(place.path().join("2026-01-03-h200.tar.xz"), "").unwrap();
+        fs::write(place.path().join("2026-01-03-h200-a.jsonl"), "").unwrap();
+        let newest = |device: &str| {
+            let path = newest(place.path(), device, Path::new("width"), Path::exists).unwrap()?;
+            path.parent()?.file_name()?.to_str().map(str::to_owned)
+        };
+        assert_eq!(newest("sim").as_deref(), Some(labels[1]));
+        assert_eq!(newest(GPU).as_deref(), Some(labels[2]), "the newest label has no such record");
+        assert_eq!(newest("resim").as_deref(), Some(labels[3]));
+        let records = records(place.path()).unwrap();
+        let files: Vec<&str> =
+            records.iter().filter(|record| record.device.is_none()).map(|record| record.name.as_str()).collect();
+        assert_eq!(files, ["2026-01-03-h200-a.jsonl"]);
+        assert_eq!(records.len(), 6);
     }
 
     #[test]

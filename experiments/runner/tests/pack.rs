@@ -337,3 +337,20 @@ fn a_run_of_ours_names_layers_and_roles() {
         assert_eq!(found["peak_active"]["annotation"].as_str().map(|name| name.starts_with("epoch ")), Some(true));
     }
 }
+
+/// `results` unpacks the archives of a directory, or one archive, and lists what is there; anything else is refused.
+#[test]
+fn results_are_unpacked_and_listed() {
+    let place = recorded();
+    std::fs::create_dir(place.at("kept")).unwrap();
+    place.run(&["pack", "out", "-o", "kept/2026-01-01-sim.tar.xz"]).ok();
+    std::fs::write(place.at("kept/2026-01-01-sim.md"), "text").unwrap();
+    let listing = place.run(&["results", "kept", "--json"]).ok().json();
+    let records = json!([{"name": "2026-01-01-sim", "device": "sim"}, {"name": "2026-01-01-sim.md"}]);
+    assert_eq!((&listing["folder"], &listing["records"]), (&"kept".into(), &records));
+    assert!(place.at("kept/2026-01-01-sim/small/experiment.json").is_file());
+    let listing = place.run(&["results", "kept/2026-01-01-sim.tar.xz", "--json"]).ok().json();
+    assert_eq!(listing["folder"], "kept/2026-01-01-sim");
+    assert!(place.run(&["results", "kept"]).ok().stdout.contains("2 records in kept"));
+    place.run(&["results", "kept/2026-01-01-sim.md"]).refused(2, &["2026-01-01-sim.md", "neither a directory"]);
+}

@@ -22,7 +22,7 @@ VARIANTS = {"record": "recorded", "driver": "`--free driver`", "waits": "`--free
 
 def _record() -> str:
     """The newest record. Raises AnalysisError without one."""
-    found = sorted((repository.root() / "experiments/results").glob("*-any-program.txt"))
+    found = repository.listing().files("any-program.txt")
     if not found:
         raise AnalysisError("experiments/results: has no *-any-program.txt.")
     return found[-1].read_text()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import tarfile
 from collections import Counter
 from collections.abc import Mapping
 from functools import cache
@@ -33,14 +32,10 @@ table("advise")(truth.table)
 def _logs() -> dict[str, list[str]]:
     """The lines of each log, by its name.
 
-    Raises AnalysisError when the archive cannot be read.
+    Raises AnalysisError when the archive cannot be unpacked.
     """
-    try:
-        with tarfile.open(repository.root() / LOGS) as tar:
-            files = {one.name.rpartition("/")[2]: tar.extractfile(one) for one in tar if one.isfile()}
-            return {name: file.read().decode().splitlines() for name, file in files.items() if file}
-    except (OSError, tarfile.TarError) as error:
-        raise AnalysisError(f"{LOGS}: cannot be read ({error}).") from error
+    folder = repository.unpack(repository.root() / LOGS)
+    return {path.name: path.read_text().splitlines() for path in folder.iterdir() if not path.name.startswith(".")}
 
 
 @table("inside")

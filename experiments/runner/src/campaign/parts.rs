@@ -135,23 +135,15 @@ impl Record {
 /// The newest match of `pattern` below `results` ([`Record::kept`]), if any.
 fn newest(pattern: &str) -> Result<Option<PathBuf>> {
     let Some(results) = repository::results()? else { return Ok(None) };
-    let (first, rest) = pattern.split_once('/').unwrap_or((pattern, ""));
-    let (before, after) = first.split_once('*').unwrap_or((first, ""));
-    let fits = |name: &str| {
-        if first == "*" {
-            !name.ends_with("sim")
-        } else if first.contains('*') {
-            name.len() >= first.len() && name.starts_with(before) && name.ends_with(after)
-        } else {
-            name == first
-        }
+    let Some((first, name)) = pattern.split_once('/') else {
+        let (before, after) = pattern.split_once('*').unwrap_or((pattern, ""));
+        let fits =
+            |name: &str| name.len() >= before.len() + after.len() && name.starts_with(before) && name.ends_with(after);
+        let newest = repository::records(&results)?.into_iter().rfind(|record| fits(&record.name));
+        return Ok(newest.map(|record| results.join(record.name)));
     };
-    let paths = repository::entries(&results)?.into_iter();
-    let fitting = paths.filter(|path| path.file_name().and_then(|name| name.to_str()).is_some_and(fits));
-    // Joined with an empty path, a file's path would end in a slash.
-    let mut whole = fitting.map(|path| if rest.is_empty() { path } else { path.join(rest) });
-    // Labels begin with their date, so the last is the newest.
-    Ok(whole.rfind(|path| path.exists()))
+    let device = first.strip_prefix("*-").unwrap_or(repository::GPU);
+    repository::newest(&results, device, Path::new(name), Path::exists)
 }
 
 impl Part {
