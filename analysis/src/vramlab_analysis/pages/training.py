@@ -316,6 +316,20 @@ def removed() -> str:
     return _pairs(["removed", "record and cell", "removed, us", "multiply-adds, us", "cost, times"], rows)
 
 
+@table("kernels-streamed")
+def streamed() -> str:
+    """Steps as one graph in the oldest record of the spec, with the streamed backward kernels, and in the newest."""
+    with_them, without = kept("fast-training")[0], newest("fast-training")
+    where = (pl.col("program") == "trainer", pl.col("launch") == "graph", pl.col("how").str.contains("streams 1|^$"))
+    before, after = (steps.frame(steps.gather([str(path)])).filter(*where) for path in (with_them, without))
+    rows: list[Pair] = []
+    for dtype, hidden, a in before.select("dtype", "hidden", "step_us").iter_rows():
+        b = after.filter(pl.col("dtype") == dtype, pl.col("hidden") == hidden)["step_us"].item()
+        rows.append((dtype, str(hidden), a, b))
+    rows.sort(key=lambda row: (["f32", "tf32", "bf16", "f16"].index(row[0]), int(row[1])))
+    return _pairs(["type", "width", "with them, us", "two launches, us", "cost, times"], rows)
+
+
 @group("fast-training")
 def fast_training() -> Mapping[str, Any]:
     """Day and repeats of the spec."""
