@@ -1,10 +1,10 @@
 """Compiles CUDA C++ sources to PTX with NVRTC. Called by ptx.sh; needs no GPU, driver or CUDA toolkit.
 
 usage: compile_ptx.py TOOLCHAIN SOURCES STORED [--check]
-  TOOLCHAIN  folder that holds the unpacked NVRTC wheel
-  SOURCES    folder with *.cu and the headers they include (*.cuh)
-  STORED     folder with one *.ptx.xz for each module: rewritten where the text differs
-  --check    rewrite nothing, and fail where the text differs
+  TOOLCHAIN  directory of the unpacked NVRTC wheel
+  SOURCES    directory with *.cu and the headers they include (*.cuh)
+  STORED     directory with one *.ptx.xz for each module, which is rewritten if its text differs
+  --check    rewrite nothing, and fail if a text differs
 """
 
 import ctypes
@@ -18,13 +18,13 @@ from typing import NamedTuple
 
 # No fast math: results are compared with a CPU reference.
 OPTIONS = ["--std=c++17", "--fmad=true"]
-# What a source is compiled for unless it says something else.
+# Architecture of a source without module lines.
 BASELINE = "compute_75"
 MODULE = re.compile(r"^// module (\w+): (compute_[0-9]+a?), (.*)$", re.MULTILINE)
 
 
 class Module(NamedTuple):
-    """A source, and what of it one module is made of: KERNELS in the source stands for `kernels`."""
+    """A module of a source, which is compiled with the macro KERNELS defined as `kernels`."""
 
     source: Path
     name: str
@@ -33,19 +33,21 @@ class Module(NamedTuple):
 
 
 def modules(source: Path) -> list[Module]:
-    """Those that a source states (`// module linear_f32: compute_80, LINEAR_KERNELS(f32, PrecisionF32)`), else one of its name."""
-    stated = [Module(source, *parts) for parts in MODULE.findall(source.read_text(encoding="utf-8"))]
-    return stated or [Module(source, source.stem, BASELINE, "")]
+    """The modules in a source's lines `// module NAME: compute_80, KERNELS`, or one module with the source's name."""
+    lines = [Module(source, *fields) for fields in MODULE.findall(source.read_text(encoding="utf-8"))]
+    return lines or [Module(source, source.stem, BASELINE, "")]
 
 
 def load_nvrtc(toolchain: Path) -> ctypes.CDLL:
-    folder = toolchain / "nvidia" / "cuda_nvrtc" / "lib"
-    # libnvrtc looks its built-ins up by name only: loading them first makes the search path irrelevant.
-    ctypes.CDLL(str(next(folder.glob("libnvrtc-builtins.so.*"))), mode=ctypes.RTLD_GLOBAL)
-    return ctypes.CDLL(str(folder / "libnvrtc.so.12"))
+    """Load the NVRTC library of the unpacked wheel."""
+    directory = toolchain / "nvidia" / "cuda_nvrtc" / "lib"
+    # libnvrtc loads its built-ins by name. If they are already loaded, the library search path does not matter.
+    ctypes.CDLL(str(next(directory.glob("libnvrtc-builtins.so.*"))), mode=ctypes.RTLD_GLOBAL)
+    return ctypes.CDLL(str(directory / "libnvrtc.so.12"))
 
 
 def compile_module(nvrtc: ctypes.CDLL, module: Module) -> str:
+    """Compile a module and return its PTX; prints the compiler's log."""
     source = module.source
 
     def check(result: int, call: str) -> None:
@@ -54,17 +56,17 @@ def compile_module(nvrtc: ctypes.CDLL, module: Module) -> str:
             raise RuntimeError(f"{module.name}: {call}: {nvrtc.nvrtcGetErrorString(result).decode()}")
 
     program = ctypes.c_void_p()
-    # Only the module's name goes in, never a path, so that the output is the same on every machine.
+    # NVRTC gets the module's name but no path, so that the output is the same on every machine.
     check(
         nvrtc.nvrtcCreateProgram(
             ctypes.byref(program), source.read_bytes(), f"{module.name}.cu".encode(), 0, None, None
         ),
         "nvrtcCreateProgram",
     )
-    stated = [f"--gpu-architecture={module.architecture}", f"--include-path={source.parent}"]
+    module_options = [f"--gpu-architecture={module.architecture}", f"--include-path={source.parent}"]
     if module.kernels:
-        stated.append(f"--define-macro=KERNELS={module.kernels}")
-    options = [option.encode() for option in [*OPTIONS, *stated]]
+        module_options.append(f"--define-macro=KERNELS={module.kernels}")
+    options = [option.encode() for option in [*OPTIONS, *module_options]]
     result = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
 
     size = ctypes.c_size_t()
@@ -82,24 +84,26 @@ def compile_module(nvrtc: ctypes.CDLL, module: Module) -> str:
 
     text = ptx.value.decode("ascii")
     if str(source.parent) in text:
-        raise RuntimeError(f"{module.name}: the PTX names a folder of this machine")
+        raise RuntimeError(f"{module.name}: the PTX contains a path of this machine")
     return "\n".join(line.rstrip() for line in text.strip().splitlines()) + "\n"
 
 
 def text_of(toolchain: Path, module: Module) -> tuple[str, bytes]:
+    """Return a module's name and its PTX."""
     return module.name, compile_module(load_nvrtc(toolchain), module).encode("ascii")
 
 
-# The dictionary holds the largest module, and is what a reader sets aside.
+# The dictionary is large enough for the largest module; a reader allocates as much.
 PACKING = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": 4 << 20}]
 
 
 def pack(text: bytes) -> bytes:
+    """Compress a text as one .xz stream."""
     return lzma.compress(text, format=lzma.FORMAT_XZ, check=lzma.CHECK_CRC64, filters=PACKING)
 
 
 def stored_text(packed: Path) -> bytes | None:
-    """What a stored module holds; nothing if it is missing or damaged."""
+    """The text of a stored module, or None if it is missing or damaged."""
     try:
         return lzma.decompress(packed.read_bytes(), format=lzma.FORMAT_XZ)
     except (FileNotFoundError, lzma.LZMAError):
@@ -107,37 +111,42 @@ def stored_text(packed: Path) -> bytes | None:
 
 
 def main() -> int:
+    """Compile all modules, and rewrite or check the stored ones."""
     arguments = sys.argv[1:]
     check = arguments[3:] == ["--check"]
     if len(arguments) != 3 + check:
         print(__doc__, file=sys.stderr)
         return 2
     toolchain, sources, stored = (Path(argument).resolve() for argument in arguments[:3])
-    # One compiler a process, because its library is not used from several threads.
+    # One process for each compilation, because NVRTC is not used from several threads.
     try:
         with ProcessPoolExecutor() as pool:
-            texts = dict(pool.map(partial(text_of, toolchain), [module for source in sorted(sources.glob("*.cu")) for module in modules(source)]))
+            all_modules = [module for source in sorted(sources.glob("*.cu")) for module in modules(source)]
+            texts = dict(pool.map(partial(text_of, toolchain), all_modules))
     except RuntimeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     stored.mkdir(exist_ok=True)
-    place = {stem: stored / f"{stem}.ptx.xz" for stem in texts}
-    # Texts are compared, not what they are packed to: other versions of the packer may write other bytes.
-    changed = [stem for stem, text in texts.items() if stored_text(place[stem]) != text]
-    extra = sorted(path for path in stored.iterdir() if path not in place.values())
+    paths = {stem: stored / f"{stem}.ptx.xz" for stem in texts}
+    # Texts are compared, not compressed bytes, because versions of xz may compress differently.
+    changed = [stem for stem, text in texts.items() if stored_text(paths[stem]) != text]
+    extra = sorted(path for path in stored.iterdir() if path not in paths.values())
     names = ", ".join(changed + [path.name for path in extra]) or "none"
     if check:
         if changed or extra:
-            print(f"error: PTX differs from its source: {names} (run kernels/ptx.sh and commit kernels/ptx)", file=sys.stderr)
+            print(
+                f"error: PTX differs from its source: {names}; run kernels/ptx.sh and commit kernels/ptx",
+                file=sys.stderr,
+            )
             return 1
         print("PTX is up to date")
         return 0
     for path in extra:
         path.unlink()
     for stem in changed:
-        place[stem].write_bytes(pack(texts[stem]))
-    size = sum(path.stat().st_size for path in place.values())
-    print(f"{len(place)} modules, {sum(map(len, texts.values()))} bytes of text in {size}; changed: {names}")
+        paths[stem].write_bytes(pack(texts[stem]))
+    size = sum(path.stat().st_size for path in paths.values())
+    print(f"{len(paths)} modules, {sum(map(len, texts.values()))} bytes of text in {size}; changed: {names}")
     return 0
 
 

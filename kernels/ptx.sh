@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Compiles kernels/cuda/*.cu to kernels/ptx/*.ptx.xz with a pinned NVRTC from PyPI. Needs python3 with pip; no GPU, no CUDA.
 #
-#   kernels/ptx.sh          rewrite the committed PTX where it differs
-#   kernels/ptx.sh --check  compile afresh and fail when the committed PTX differs
+#   kernels/ptx.sh          compile, and rewrite the committed PTX if it differs
+#   kernels/ptx.sh --check  compile, and fail if the committed PTX differs
 #
-# The compiler is kept in $PTX_TOOLCHAIN (default: target/ptx-toolchain).
+# The compiler is installed in $PTX_TOOLCHAIN (default: target/ptx-toolchain).
 set -euo pipefail
 
-# NVRTC 12.4 writes PTX ISA 8.4, which drivers from 550 on accept; a newer compiler would ask users for a newer driver.
-# The kernels include nothing of the toolkit, so its header packages are not needed.
+# NVRTC 12.4 writes PTX ISA 8.4, which drivers 550 and newer accept; a newer compiler would require a newer driver.
+# The kernels do not include headers of the toolkit, so its header packages are not needed.
 packages=(nvidia-cuda-nvrtc-cu12==12.4.127)
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
