@@ -138,7 +138,7 @@ pub unsafe trait Hook: Send + Sync + fmt::Debug {
         inner.event_query(event)
     }
 
-    /// The wrapped driver's address for one inside memory from [`mem_alloc`](Self::mem_alloc) or a range from
+    /// The wrapped driver's address for an address inside memory from [`mem_alloc`](Self::mem_alloc) or a range from
     /// [`address_reserve`](Self::address_reserve).
     fn own_addr(&self, addr: DeviceAddr) -> DeviceAddr {
         addr
