@@ -87,8 +87,11 @@ def _listing(path: Path, _changed_ns: int) -> Results:
         )
     output = subprocess.run([program, "results", "--json", path.resolve()], capture_output=True, text=True)
     if output.returncode:
-        reason = (output.stderr.strip().splitlines() or ["no reason given"])[-1].removeprefix("error: ")
-        raise AnalysisError(f"{path}: `experiments results` failed: {reason}")
+        lines = output.stderr.strip().splitlines() or ["no reason given"]
+        reason = next((line for line in lines if line.startswith("error: ")), lines[-1]).removeprefix("error: ")
+        if "unrecognized subcommand" in reason:
+            reason = "the program is older than this package; run `cargo build -p experiments`."
+        raise AnalysisError(f"{path}: `{program} results` failed: {reason}")
     found = json.loads(output.stdout)
     folder = Path(found["folder"])
     return Results(folder, tuple((folder / one["name"], one.get("device")) for one in found["records"]))
