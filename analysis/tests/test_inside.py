@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vramlab_analysis import inside, stories
+from vramlab_analysis import inside
 from vramlab_analysis.errors import AnalysisError
 
 
@@ -69,6 +69,5 @@ def test_run_beyond_its_limit_is_left_out_of_the_curve(tmp_path: Path) -> None:
 
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
     path = file(tmp_path / "a.jsonl", {"kind": "machine"}, {"id": "of something else"})
-    for load in (inside.load, stories.load):
-        with pytest.raises(AnalysisError, match=r"a\.jsonl: line 2"):
-            load(path)
+    with pytest.raises(AnalysisError, match=r"a\.jsonl: line 2"):
+        inside.load(path)

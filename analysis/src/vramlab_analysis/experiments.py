@@ -85,7 +85,7 @@ class Experiment:
         if entry.meta.get("program") in ("trainer", "pytorch"):
             return machine(entry.record.device)
         result = entry.result[0] if isinstance(entry.result, list) else entry.result
-        return machine(str(result["device_name"]))
+        return machine(str(result["gpu"] if entry.meta.get("program") == "inside" else result["device_name"]))
 
     @property
     def simulated(self) -> bool:

@@ -1,20 +1,16 @@
-"""Two case studies recorded by `experiments/pytorch/stories.py`: loader settings, and an emptied cache.
-
-A file is JSON lines, compressed with xz: facts of the machine, then one record per run.
-"""
+"""Two case studies recorded by `experiments run stories`: loader settings, and an emptied cache."""
 
 from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import polars as pl
 from matplotlib.figure import Figure
 
-from vramlab_analysis import inside, repository, style, truth
-from vramlab_analysis.errors import AnalysisError, parse_json, read_bytes
+from vramlab_analysis import experiments, inside, style, truth
+from vramlab_analysis.experiments import Entry
 
 # Settings in the order of tables and figures, in PyTorch's notation.
 SETTINGS = {
@@ -58,29 +54,32 @@ class Stories:
         return f"one {facts['gpu']}, driver {inside.driver(facts)}, PyTorch {facts['torch']}, {facts['at'][:10]}"
 
 
-def load(path: Path | None = None) -> Stories:
-    """The runs of a file, or of the newest that is recorded.
+def load() -> Stories:
+    """The runs of the newest recorded experiment.
 
-    Raises AnalysisError when there is no file, or another kind of file.
+    Raises AnalysisError when there is none.
     """
-    if path is None:
-        there = repository.listing().files("stories.jsonl")
-        if not there:
-            raise AnalysisError(
-                "experiments/results: no record of the case studies; `experiments/pytorch/stories.py` makes one."
-            )
-        path = there[-1]
-    machine: dict[str, Any] = {}
-    found: dict[str, dict[str, Any]] = {}
-    for number, line in enumerate(read_bytes(path).splitlines(), 1):
-        one = parse_json(line, f"{path}: line {number}")
-        if isinstance(one, dict) and one.get("kind") == "machine":
-            machine = one
-        elif isinstance(one, dict) and {"id", "story", "arm", "kind", "status"} <= one.keys():
-            found[one["id"]] = one
-        else:
-            raise AnalysisError(f"{path}: line {number}: not a run of a case study.")
-    return Stories(machine, [run for run in found.values() if run["status"] in ("ok", "oom")])
+    experiment = experiments.results("stories", "gpu")
+    entries = experiment.select()
+    runs = [entry.result | _kind(entry) for entry in entries]
+    last = max(entries, key=lambda entry: str(entry.meta["started_at"]))
+    machine = {"gpu": last.result["gpu"], "torch": last.result["torch"], "at": last.meta["started_at"]}
+    return Stories(machine | {"driver": last.meta["provenance"]["driver_release"]}, runs)
+
+
+def _kind(entry: Entry) -> dict[str, Any]:
+    """A run's case, setting, kind and status."""
+    options = entry.options
+    loading = options.get("while-loading")
+    words = f"{loading}, while it loads" if loading else options.get("conf") or "defaults"
+    settings = {words: name for name, words in SETTINGS.items()}
+    kind = "history" if options.get("history") else "limit" if "limit-over-active" in options else "free"
+    return {
+        "story": options["program"],
+        "arm": options.get("alloc") or settings[words],
+        "kind": kind,
+        "status": "oom" if entry.result["oom"] else "ok",
+    }
 
 
 def phase(runs: list[dict[str, Any]], name: str, what: str = "peak_reserved") -> float:

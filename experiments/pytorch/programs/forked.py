@@ -7,9 +7,7 @@ the fork, and reads its settings when it is imported: so there is one such proce
 
 import contextlib
 import json
-import lzma
 import os
-import pickle
 import selectors
 import signal
 import sys
@@ -29,13 +27,6 @@ import turns
 
 with contextlib.suppress(ImportError):
     import torchvision.models
-
-
-def history(path):
-    """Writes PyTorch's history since the start."""
-    data = pickle.dumps(torch.cuda.memory._snapshot(), protocol=4)
-    with open(path + ".xz", "wb") as file:
-        file.write(lzma.compress(data, preset=6))
 
 
 def run(request):
@@ -59,15 +50,13 @@ def run(request):
         measure.write(measure.empty(torch, on_gpu, at_turns) | extra, request["record"])
         return 0
     words = [request["program"], *request["options"]] + (["--limit", str(request["limit"])] if request["limit"] else [])
+    if request["history"]:
+        words += ["--history", request["history"] + ".xz"]
     options = programs.parser().parse_args(words)
-    if request["history"] and on_gpu:
-        torch.cuda.memory._record_memory_history(context=None)
     code = 0
     for record in programs.measured(options.program, options):
         measure.write(record | extra, request["record"])
         code = 3 if record["oom"] else 0
-    if request["history"] and on_gpu:
-        history(request["history"])
     return code
 
 

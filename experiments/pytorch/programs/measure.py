@@ -6,10 +6,13 @@ the losses.
 
 import itertools
 import json
+import lzma
 import os
+import pickle
 import statistics
 import sys
 import time
+from pathlib import Path
 
 # Keys of `torch.cuda.memory_stats` besides its nine gauges.
 COUNTERS = ("num_alloc_retries", "num_ooms", "num_device_alloc", "num_device_free", "num_sync_all_streams")
@@ -56,6 +59,40 @@ def memory(torch, warm_up):
         except Exception as error:
             found["vramlab"] = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
     return found
+
+
+# PyTorch's memory at the end of each phase of this process's program, and its peaks during the phase.
+PHASES = []
+
+
+def end_phase(torch, device, name):
+    """Records a phase that ended; the next one begins."""
+    phase = {"name": name}
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        stats = torch.cuda.memory_stats()
+        for kind in ("reserved", "active"):
+            phase[kind] = stats[f"{kind}_bytes.all.current"]
+            phase[f"peak_{kind}"] = stats[f"{kind}_bytes.all.peak"]
+        phase |= counters(torch)
+    PHASES.append(phase)
+
+
+def settings(torch):
+    """The settings of PyTorch's allocator in effect, as PyTorch prints them; empty under another allocator."""
+    try:
+        known = torch.cuda.memory._snapshot()["allocator_settings"]
+    except (KeyError, RuntimeError):
+        return {}
+    return {key: value for key, value in known.items() if isinstance(value, (int, float, str, bool))}
+
+
+def save_history(torch, path):
+    """Writes PyTorch's history since the start, compressed with xz."""
+    Path(path).parent.mkdir(exist_ok=True)
+    data = pickle.dumps(torch.cuda.memory._snapshot(), protocol=4)
+    with open(path, "wb") as file:
+        file.write(lzma.compress(data, preset=6))
 
 
 def loss_bits(values):

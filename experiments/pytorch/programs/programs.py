@@ -5,12 +5,14 @@
 
 Each prints one line of JSON: losses, time of each step, PyTorch's memory statistics, memory of the device in use. A program is
 a function of device and sizes that returns the function of a step. `--small` reduces it for `--device cpu`. Peaks of memory
-are those of a fresh process; `--repeats N` measures N times in one, with peaks reset in between.
+are those of a fresh process; `--repeats N` measures N times in one, with peaks reset in between. `--history FILE` records every
+event; the times then include recording.
 
 Exit codes: 0 completed, 2 bad input, 3 out of memory (also printed).
 """
 
 import argparse
+import os
 import random
 import sys
 import time
@@ -21,6 +23,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 import measure
 import torch
 from history_workloads import Gpt
+from load_serve import SMALL, load_serve
 from torch import nn
 from torch.nn import functional as F
 
@@ -80,6 +83,19 @@ def varying(device, seed, shapes=16, **size):
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()
+        return loss
+
+    return step
+
+
+def emptying(device, seed, **size):
+    """`varying` with a cache flush after each step."""
+    train = varying(device, seed, **size)
+
+    def step(number):
+        loss = train(number).detach()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
         return loss
 
     return step
@@ -265,6 +281,9 @@ PROGRAMS = {
     "gpt2": (gpt2, TINY | {"batch": 2, "length": 32}, 5, 20),
     "resnet50": (resnet50, {"batch": 2, "side": 32, "depth": 18}, 5, 30),
     "varying": (varying, TINY | {"shapes": 2}, 0, 32),
+    "training": (varying, TINY | {"shapes": 2}, 16, 16),
+    "emptying": (emptying, TINY | {"shapes": 2}, 16, 16),
+    "load_serve": (load_serve, SMALL, 8, 24),
     "moe": (moe, {"width": 16, "experts": 3, "layers": 2, "least": 20, "most": 60}, 0, 24),
     "generate": (generate, TINY | {"rows": (2, 3), "prompts": (3, 8), "tokens": (2, 4)}, 0, 16),
     "gnn": (gnn, {"nodes": 500, "width": 8, "hidden": 8, "classes": 3, "least": 20, "most": 60, "edges": 5}, 0, 80),
@@ -273,11 +292,11 @@ PROGRAMS = {
 }
 
 
-def prepare(name, device, seed, small):
+def prepare(name, device, seed, small, **more):
     """A program's step on a device."""
     torch.manual_seed(seed)
     program, sizes, _, _ = PROGRAMS[name]
-    return program(torch.device(device), seed, **(sizes if small else {}))
+    return program(torch.device(device), seed, **(sizes if small else {}), **more)
 
 
 def measured(name, options):
@@ -290,21 +309,34 @@ def measured(name, options):
         if options.limit:
             total = torch.cuda.get_device_properties(0).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, options.limit / total))
+        if options.history:
+            torch.cuda.memory._record_memory_history(context=None, max_entries=2_000_000)
     _, _, warm_up, steps = PROGRAMS[name]
     warm_up = warm_up if options.warm_up is None else options.warm_up
     steps = steps if options.steps is None else options.steps
     record = {"program": name, "seed": options.seed, "torch": torch.__version__}
+    record["conf"] = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    if on_gpu:
+        record |= {"gpu": torch.cuda.get_device_name(), "settings": measure.settings(torch)}
     if options.limit:
         record["limit"] = options.limit
+    more = {}
+    if options.while_loading:
+        record["while_loading"] = more["while_loading"] = options.while_loading
     try:
-        step = prepare(name, device, options.seed, options.small)
+        step = prepare(name, device, options.seed, options.small, **more)
     except torch.OutOfMemoryError as error:
         yield record | {"oom": str(error).splitlines()[0], "steps": 0, "losses": []} | measure.memory(torch, {})
         return
     for repeat in range(options.repeats):
         one = record | ({"repeat": repeat} if options.repeats > 1 else {})
         one |= measure.run(torch, step, device, warm_up=warm_up if repeat == 0 else 0, steps=steps)
+        if measure.PHASES and repeat == 0:
+            measure.end_phase(torch, device, "steps")
+            one["phases"] = measure.PHASES
         one["seconds"] = round(time.perf_counter() - began, 3)
+        if options.history and on_gpu and repeat == options.repeats - 1:
+            measure.save_history(torch, options.history)
         yield one
         if one["oom"]:
             return
@@ -323,6 +355,10 @@ def parser():
         "--repeats", type=int, default=1, metavar="N", help="measure N times in this process (default: 1)"
     )
     parser.add_argument("--limit", type=int, metavar="BYTES", help="most memory that PyTorch may reserve")
+    parser.add_argument(
+        "--while-loading", metavar="SETTING", help="setting of PyTorch's allocator while load_serve loads"
+    )
+    parser.add_argument("--history", metavar="FILE", help="record all events and write them, compressed with xz")
     parser.add_argument("--device", default="cuda", help="cuda or cpu (default: cuda)")
     parser.add_argument("--small", action="store_true", help="a small version of the program")
     parser.add_argument("--output", metavar="FILE", help="append the lines to a file (default: print them)")
@@ -332,6 +368,9 @@ def parser():
 def main(words=None):
     """Runs the program given on the command line."""
     options = parser().parse_args(words)
+    if options.while_loading and options.program != "load_serve":
+        print("error: --while-loading is for load_serve", file=sys.stderr)
+        return 2
     if options.device == "cuda" and not torch.cuda.is_available():
         print("error: PyTorch finds no GPU; --device cpu --small tries the program without one", file=sys.stderr)
         return 2

@@ -10,6 +10,7 @@ mod rows;
 
 use crate::repository::this_program;
 use crate::study::record::{provenance, write_json};
+use crate::study::run::BUDGET;
 use crate::table::table;
 use anyhow::{Context, Result, bail};
 use clap::Args;
@@ -27,8 +28,6 @@ use vramlab::input::{DOCUMENT, read_text};
 
 /// Completed parts, in the campaign's directory.
 const DONE: &str = "campaign.json";
-/// Exit code of a command whose budget ended first, and of this one.
-const BUDGET: u8 = 4;
 /// Number of values printed per part without `--json`.
 const SHOWN: usize = 12;
 /// Relative difference up to which two values count as equal.

@@ -341,3 +341,117 @@ fn pytorch_gets_the_weights_and_batches_of_its_options() {
     // They are large, and can be made again.
     assert_eq!(names(&place.at("out/small")), ["experiment.json", "runs"]);
 }
+
+/// A stand-in for Python and `programs.py`: its result is its command and its variables. Memory runs out under a limit
+/// below 1000 bytes.
+#[cfg(unix)]
+const INSIDE: &str = r#"#!/bin/sh
+if [ "$1" = -c ]; then exit 0; fi
+shift
+limit=null
+for argument in "$@"; do
+    case "$argument" in
+        --output=*) output="${argument#--output=}" ;;
+        --limit=*) limit="${argument#--limit=}" ;;
+        --history=*) mkdir record && echo text > "${argument#--history=}" ;;
+    esac
+done
+oom=null code=0
+if [ "$limit" != null ] && [ "$limit" -lt 1000 ]; then oom='"refused"' code=3; fi
+cat > "$output" << END
+{"words": "$*", "conf": "$PYTORCH_CUDA_ALLOC_CONF", "alloc": "$VRAMLAB_ALLOC", "path": "$PYTHONPATH", "limit": $limit, "oom": $oom,
+ "ms": 2.5, "stats": {"active_bytes.all.peak": 1000, "reserved_bytes.all.peak": 2000}}
+END
+exit $code
+"#;
+
+#[cfg(unix)]
+const INSIDE_SPEC: &str = r#"
+name = "small"
+question = "?"
+repeats = 1
+devices = ["sim"]
+keep = ["history.pickle.xz"]
+limits_of = "native"
+[options]
+program = "gpt2"
+[[arms]]
+name = "native"
+program = "inside"
+devices = ["sim"]
+options = { history = true }
+[[arms]]
+name = "within"
+program = "inside"
+devices = ["sim"]
+options = { conf = "expandable_segments:True" }
+matrix = { limit-over-active = [1.5, 0.5] }
+[[arms]]
+name = "remap"
+program = "inside"
+devices = ["sim"]
+options = { alloc = "remap:steal=always", steps = 4, small = true }
+"#;
+
+/// Runs of PyTorch's programs: allocators and settings are variables of each process, limits follow from finished runs, and
+/// memory that runs out is a result.
+#[cfg(unix)]
+#[test]
+fn programs_inside_pytorch_run_under_an_allocator_and_a_limit() {
+    let place = Place::new();
+    place.program("python", INSIDE);
+    place.write("small.toml", INSIDE_SPEC);
+    let run = |python: &str| {
+        let mut command = place.process(&["run", "small.toml", "--device", "sim", "-o", "out", "--json"]);
+        // The user's own settings must not reach a run.
+        command.env("PYTORCH_ALLOC_CONF", "user").env("VRAMLAB_ALLOC", "user").env("PYTHON", place.at(python));
+        Ran::of(command.output().unwrap())
+    };
+    let cells = run("python").ok().rows();
+    assert!(cells.iter().all(|cell| cell["done"] == 1 && cell["median"] == 0.0025), "{cells:?}");
+    assert_eq!((&cells[0]["peak_reserved_bytes"], &cells[0]["utilisation"]), (&2000.0.into(), &0.5.into()));
+    let file = |id: &str, name: &str| json_at(&place.at("out/small/runs").join(id).join(name));
+    let native = file("00-native-r0", "result.json");
+    assert_eq!(native["words"], "gpt2 --history=record/history.pickle.xz --device=cpu --output=result.json");
+    assert_eq!((&native["conf"], &native["alloc"], &native["limit"]), (&"".into(), &"".into(), &Value::Null));
+    assert!(!native["path"].as_str().unwrap().contains("_site"), "{native}");
+    assert_eq!(file("00-native-r0", "run.json")["files"], json!(["history.pickle.xz", "result.json"]));
+    let within = ["01-within-1.5-r0", "02-within-0.5-r0"].map(|id| (file(id, "result.json"), file(id, "run.json")));
+    let limits = within.each_ref().map(|(result, _)| result["limit"].as_u64());
+    assert_eq!(limits, [Some(1500), Some(500)], "of the native run's active memory");
+    assert_eq!(within.each_ref().map(|(_, record)| record["exit_code"].as_u64()), [Some(0), Some(3)]);
+    assert!(within.iter().all(|(result, _)| result["conf"] == "expandable_segments:True"), "{within:?}");
+    assert_eq!(within[0].1["command"][0], "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True");
+    let remap = file("03-remap-r0", "result.json");
+    assert_eq!(remap["words"], "gpt2 --steps=4 --small --device=cpu --output=result.json");
+    assert_eq!(remap["alloc"], "remap:steal=always");
+    assert!(remap["path"].as_str().unwrap().contains("/_site:"), "the start hook comes first: {remap}");
+    // Without the reference a limited run fails and says why; the same command tries again.
+    std::fs::remove_dir_all(place.at("out/small/runs/00-native-r0")).unwrap();
+    std::fs::remove_dir_all(place.at("out/small/runs/01-within-1.5-r0")).unwrap();
+    place.program("fails", "#!/bin/sh\n[ \"$1\" = -c ]\n");
+    assert!(run("fails").stderr.contains("failed"));
+    let error = file("01-within-1.5-r0", "run.json")["error"].to_string();
+    assert!(error.contains("no finished run of arm 'native'"), "{error}");
+    run("python").ok();
+}
+
+/// A budget leaves out the runs that would not end within it, as far as finished ones show; the next call makes them.
+#[cfg(unix)]
+#[test]
+fn a_budget_leaves_runs_for_the_next_call() {
+    let place = Place::new();
+    place.write("small.toml", SMALL);
+    let left = run(&place, &["--budget", "0"]);
+    assert_eq!(left.code, Some(4), "{left:?}");
+    assert!(left.stderr.contains("the budget left out 8 runs; the same command makes them"), "{left:?}");
+    run(&place, &["--budget", "100000"]).ok();
+    let record = place.at("out/small/runs/00-naive-5-r0/run.json");
+    let mut value = json_at(&record);
+    value["wall_s"] = json!(1e6);
+    std::fs::write(&record, value.to_string()).unwrap();
+    // Its repeat is expected to take as long.
+    std::fs::remove_dir_all(place.at("out/small/runs/01-naive-5-r1")).unwrap();
+    assert!(run(&place, &["--budget", "100000"]).stderr.contains("left out 1 run"));
+    run(&place, &[]).ok();
+}

@@ -174,6 +174,7 @@ fn the_specs_of_the_study_are_listed_and_can_be_planned() {
         "half-losses",
         "family",
         "rules",
+        "stories",
     ] {
         assert!(names.contains(&name), "{name} is missing: {names:?}");
     }

@@ -1,12 +1,14 @@
 //! One run: a process, and a directory that appears only when complete.
 
-use super::plan::Run;
-use super::programs::{self, CommandLine, Inputs, RECORD, command_line};
+use super::figures::{median, read_document};
+use super::plan::{LIMIT, Run};
+use super::programs::{self, CommandLine, Inputs, OUT_OF_MEMORY, Output, RECORD, RESULT, command_line};
 use super::record::Planned;
 use super::record::{
-    Machine, RUN, RUNS, RunRecord, RunStatus, SCHEMA_VERSION, compress, part_of, provenance, remove, without_folders,
-    write_compact, write_json,
+    Machine, RUN, RUNS, RunRecord, RunStatus, SCHEMA_VERSION, compress, part_of, provenance, read_json, remove,
+    without_folders, write_compact, write_json,
 };
+use super::spec::{OptionValue, Program};
 use crate::repository;
 use anyhow::{Context, Result};
 use serde_json::Value;
@@ -21,8 +23,6 @@ use trainer::provenance::now;
 use vramlab::DeviceName;
 use vramlab::input::{DOCUMENT, read_end, read_text};
 
-/// File for a program's output, where that is its result.
-const RESULT: &str = "result.json";
 /// Interval between checks of a running process.
 const POLL: Duration = Duration::from_millis(5);
 /// Bytes read from the end of a program's output.
@@ -37,6 +37,8 @@ pub(super) struct Experiment<'a> {
     pub(super) shard: Option<Shard>,
     /// Runs at the same time.
     pub(super) jobs: usize,
+    /// No run starts that would end later, as far as finished runs show.
+    pub(super) deadline: Option<Instant>,
     pub(super) signals: &'a Signals,
 }
 
@@ -66,10 +68,20 @@ impl Experiment<'_> {
     /// Makes the run and leaves its directory; returns its status and its error.
     pub(super) fn run(&self, run: &Run, start: Option<&str>) -> Result<(RunStatus, Option<String>)> {
         let part = self.fresh(run)?;
-        let line = command_line(run, self.device, self.inputs, start)?;
+        let limit = match self.limit(run)? {
+            Ok(limit) => limit,
+            Err(error) => {
+                let record =
+                    RunRecord { error: Some(error.clone()), ..self.record(run, RunStatus::Failed, Machine::now()) };
+                self.publish(run, &part, &record)?;
+                return Ok((RunStatus::Failed, Some(error)));
+            }
+        };
+        let line = command_line(run, self.device, self.inputs, start, limit)?;
         let (machine, started_at) = (Machine::now(), now());
         let ended = self.process(&line, &part)?;
-        let error = (!ended.status.success()).then(|| {
+        let refused = run.program == Program::Inside && ended.status.code() == Some(OUT_OF_MEMORY);
+        let error = (!ended.status.success() && !refused).then(|| {
             let how = format!("{} ended with {}", run.program.name(), ended.status);
             ended.said.map_or_else(|| format!("{how} and said nothing"), |said| self.plain(&said))
         });
@@ -89,6 +101,41 @@ impl Experiment<'_> {
         Ok((status, error))
     }
 
+    /// The memory limit of a run in bytes, if it has one, or the reason why it is unknown.
+    fn limit(&self, run: &Run) -> Result<std::result::Result<Option<u64>, String>> {
+        let (Some(OptionValue::Number(times)), Some(arm)) = (run.option(LIMIT), &self.planned.source.spec.limits_of)
+        else {
+            return Ok(Ok(None));
+        };
+        let same = |other: &&Run| other.arm == *arm && other.option("program") == run.option("program");
+        let mut active = Vec::new();
+        for other in self.planned.runs.iter().filter(same).filter(|other| other.option(LIMIT).is_none()) {
+            if self.planned.status_of(other)? == Some(RunStatus::Done) {
+                let result = read_document(&self.planned.run_folder(other), RESULT)?;
+                active.extend(result["stats"]["active_bytes.all.peak"].as_f64());
+            }
+        }
+        if active.is_empty() {
+            return Ok(Err(format!("no finished run of arm '{arm}' reports the active memory that sets its limit")));
+        }
+        // CAST: a size of memory, exact in an f64.
+        Ok(Ok(Some((times * median(&active)) as u64)))
+    }
+
+    /// Whether a run would end after the deadline: it is assumed to take as long as the longest finished run of its
+    /// cell, or of the experiment.
+    pub(super) fn is_late(&self, run: &Run) -> bool {
+        let Some(deadline) = self.deadline else { return false };
+        let took = |cell: Option<usize>| {
+            let runs = self.planned.runs.iter().filter(|run| cell.is_none_or(|cell| run.cell == cell));
+            let walls =
+                runs.filter_map(|run| read_json(&self.planned.run_folder(run).join(RUN)).ok()?["wall_s"].as_f64());
+            walls.reduce(f64::max)
+        };
+        let took = took(Some(run.cell)).or_else(|| took(None)).unwrap_or(0.0);
+        deadline.saturating_duration_since(Instant::now()).as_secs_f64() <= took
+    }
+
     /// Leaves the directory of a run that is not possible here.
     pub(super) fn skip(&self, run: &Run, reason: &str) -> Result<()> {
         let part = self.fresh(run)?;
@@ -100,7 +147,8 @@ impl Experiment<'_> {
     /// Makes the run and discards its record.
     pub(super) fn warm_up(&self, run: &Run, start: Option<&str>) -> Result<()> {
         let part = self.fresh(run)?;
-        let ended = command_line(run, self.device, self.inputs, start).and_then(|line| self.process(&line, &part));
+        let line = command_line(run, self.device, self.inputs, start, None);
+        let ended = line.and_then(|line| self.process(&line, &part));
         remove(&part)?;
         // A run that fails will fail again, and then its failure is recorded.
         ended.map(|_| ())
@@ -125,7 +173,8 @@ impl Experiment<'_> {
             arguments: arguments.iter().map(Into::into).collect(),
             shown: Vec::new(),
             folder: Some(part.clone()),
-            prints: false,
+            variables: Vec::new(),
+            output: Output::Record,
         };
         let ended = self.process(&line, &part)?;
         let whole = self.planned.folder.join(name);
@@ -189,7 +238,13 @@ impl Experiment<'_> {
         let mut command = Command::new(&line.program);
         command.args(&line.arguments).current_dir(line.folder.as_deref().unwrap_or(part));
         command.stdin(Stdio::null()).stderr(file(&err)?);
-        command.stdout(if line.prints { Stdio::from(file(&out)?) } else { Stdio::null() });
+        command.stdout(if line.output == Output::Printed { Stdio::from(file(&out)?) } else { Stdio::null() });
+        for (name, value) in &line.variables {
+            match value {
+                Some(value) => command.env(name, value),
+                None => command.env_remove(name),
+            };
+        }
         if let Some(folder) = &self.inputs.data_dir {
             command.env("MNIST_DIR", folder);
         }
@@ -224,11 +279,13 @@ impl Experiment<'_> {
         let folders = self.folders(part);
         let mut files = Vec::new();
         let record = part.join(RECORD);
-        let kept: Vec<(PathBuf, PathBuf)> = if line.prints {
-            vec![(part.join(RESULT), part.join(RESULT))]
-        } else {
-            self.planned.source.spec.keep.iter().map(|name| (record.join(name), part.join(name))).collect()
-        };
+        let mut kept: Vec<(PathBuf, PathBuf)> =
+            self.planned.source.spec.keep.iter().map(|name| (record.join(name), part.join(name))).collect();
+        match line.output {
+            Output::Printed => kept = vec![(part.join(RESULT), part.join(RESULT))],
+            Output::Written => kept.push((part.join(RESULT), part.join(RESULT))),
+            Output::Record => {}
+        }
         for (from, to) in kept.iter().filter(|(from, _)| std::fs::metadata(from).is_ok_and(|file| file.len() > 0)) {
             std::fs::rename(from, to).with_context(|| format!("cannot move {}", from.display()))?;
             if to.ends_with("summary.json") || to.ends_with(RESULT) {
@@ -253,7 +310,7 @@ impl Experiment<'_> {
     fn folders(&self, part: &Path) -> Vec<PathBuf> {
         let mut folders = vec![part.to_owned(), self.planned.folder.clone(), self.inputs.histories.clone()];
         folders.extend(self.inputs.data_dir.clone());
-        folders.extend(self.inputs.baseline.as_ref().and_then(|file| Some(file.parent()?.to_owned())));
+        folders.extend(self.inputs.pytorch.as_ref().map(|folder| folder.join("baselines")));
         if let DeviceName::Sim(Some(profile)) = self.device {
             folders.extend(profile.parent().map(Path::to_owned));
         }

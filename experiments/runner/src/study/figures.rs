@@ -54,7 +54,7 @@ pub(crate) fn read_text(folder: &Path, name: &str, limit: u64) -> Result<String>
     read_unpacked(path, limit).with_context(|| format!("cannot read {}", path.display()))
 }
 
-fn read_document(folder: &Path, name: &str) -> Result<Value> {
+pub(crate) fn read_document(folder: &Path, name: &str) -> Result<Value> {
     let text = read_text(folder, name, DOCUMENT)?;
     serde_json::from_str(&text).with_context(|| format!("{} is not JSON", folder.join(name).display()))
 }
@@ -129,8 +129,26 @@ pub(crate) fn of_summary(summary: &Value) -> Option<Figures> {
     })
 }
 
+/// The values in the output of `inside`; without a step time for a run that ran out of memory.
+fn of_inside(result: &Value) -> Option<Figures> {
+    let stat = |name: &str| result["stats"][format!("{name}_bytes.all.peak")].as_f64();
+    let (active, reserved) = (stat("active"), stat("reserved"));
+    Some(Figures {
+        measure: Measure::StepTime,
+        value: result["ms"].as_f64()? / 1e3,
+        blocked_share: None,
+        driver_calls: None,
+        peak_reserved_bytes: reserved,
+        utilisation: active.zip(reserved).filter(|(_, reserved)| *reserved > 0.0).map(|(a, r)| a / r),
+        train_loss: None,
+    })
+}
+
 /// The values in the output of `replay`, `capacity` and `bench`: their first row.
 fn of_result(result: &Value) -> Option<Figures> {
+    if result.is_object() && result.get("rows").is_none() {
+        return of_inside(result);
+    }
     let row = result.get(0).or_else(|| result["rows"].get(0))?;
     let (measure, value) = if let Some(bytes) = row["capacity_bytes"].as_f64() {
         (Measure::Capacity, bytes)

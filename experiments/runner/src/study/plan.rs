@@ -10,6 +10,9 @@ use serde_json::{Map, Value};
 use terminal::Shard;
 use vramlab::DeviceKind;
 
+/// The option with a memory limit as a multiple of another run's active memory (`Spec::limits_of`).
+pub(crate) const LIMIT: &str = "limit-over-active";
+
 /// Options with their values, in the order in which the spec names them.
 pub(crate) type Options = Vec<(String, OptionValue)>;
 
@@ -118,6 +121,8 @@ fn order(runs: &[Run], seed: u64) -> Vec<usize> {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         rng.set_stream(u64::from(pass));
         indices.shuffle(&mut rng);
+        // Their limits follow from the others.
+        indices.sort_by_key(|index| runs[*index].option(LIMIT).is_some());
         out.extend(indices);
     }
     out

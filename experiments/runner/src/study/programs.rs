@@ -1,6 +1,6 @@
 //! The programs that variants run: their command lines, and checks of their options before a run starts.
 
-use super::plan::{self, Run};
+use super::plan::{self, LIMIT, Run};
 use super::spec::{OptionValue, Program, Setting, Source};
 use crate::repository;
 use anyhow::{Context, Result, bail};
@@ -12,9 +12,10 @@ use vramlab::{DeviceKind, DeviceName, Selection, backends};
 /// The option that names allocators.
 const ALLOC: &str = "alloc";
 
-/// Name of the PyTorch program in the directory of the baselines.
-const PYTORCH: &str = "mlp.py";
-/// The options in the program's `--help`; none is a switch.
+/// Program files in the directory of PyTorch's programs.
+const PYTORCH: &str = "baselines/mlp.py";
+const INSIDE: &str = "programs/programs.py";
+/// The options in the `--help` of `mlp.py`; none is a switch.
 const PYTORCH_OPTIONS: [&str; 22] = [
     "mode",
     "compile-mode",
@@ -39,11 +40,24 @@ const PYTORCH_OPTIONS: [&str; 22] = [
     "warm-up",
     "step-memory",
 ];
-/// The options among them with the same meaning and values as the trainer's.
+/// The options of `inside`, switches last. `program` is the first word of `programs.py`; `alloc`, an allocator or `native`,
+/// and `conf`, the text of `PYTORCH_CUDA_ALLOC_CONF`, become variables; the limit follows from other runs.
+const INSIDE_OPTIONS: [&str; 10] =
+    ["program", ALLOC, "conf", LIMIT, "steps", "warm-up", "seed", "while-loading", "history", "small"];
+const INSIDE_SWITCHES: [&str; 2] = ["history", "small"];
+/// PyTorch's own allocator, as an allocator of `inside`.
+const NATIVE: &str = "native";
+/// The options among PyTorch's with the same meaning and values as the trainer's.
 const SHARED_OPTIONS: [&str; 12] =
     ["dtype", "weights", "loss-scale", "dataset", "hidden", "layers", "batch", "epochs", "steps", "lr", "seed", "init"];
 /// Options that the runner sets itself, in addition to all that take a path.
 const RESERVED: [&str; 8] = ["out", "json", "device", "start", "save-start", "data-dir", "help", "version"];
+/// File for a program's output, where that is its result.
+pub(crate) const RESULT: &str = "result.json";
+/// PyTorch's recording of an `inside` run, below its record.
+const HISTORY: &str = "history.pickle.xz";
+/// Exit code of an `inside` run that ran out of memory, which its result describes.
+pub(crate) const OUT_OF_MEMORY: i32 = 3;
 /// Path of a program's record in its working directory.
 pub(crate) const RECORD: &str = "record";
 
@@ -72,8 +86,8 @@ pub(crate) struct Inputs {
     pub(crate) histories: PathBuf,
     pub(crate) data_dir: Option<PathBuf>,
     pub(crate) python: OsString,
-    /// The PyTorch program, if it exists.
-    pub(crate) baseline: Option<PathBuf>,
+    /// The directory of PyTorch's programs, if it exists.
+    pub(crate) pytorch: Option<PathBuf>,
 }
 
 impl Inputs {
@@ -92,7 +106,7 @@ impl Inputs {
             histories: absolute(&histories.unwrap_or_else(|| Path::new("experiments").join("histories")))?,
             data_dir: data_dir.as_deref().map(absolute).transpose()?,
             python: std::env::var_os("PYTHON").unwrap_or_else(|| "python3".into()),
-            baseline: repository::find(&format!("pytorch/baselines/{PYTORCH}")).as_deref().map(absolute).transpose()?,
+            pytorch: repository::find("pytorch").as_deref().map(absolute).transpose()?,
         })
     }
 }
@@ -106,8 +120,20 @@ pub(crate) struct CommandLine {
     pub(crate) shown: Vec<String>,
     /// Working directory, if not the run's directory.
     pub(crate) folder: Option<PathBuf>,
-    /// Whether the result is the program's output, instead of files under [`RECORD`].
-    pub(crate) prints: bool,
+    /// Environment variables; `None`: removed.
+    pub(crate) variables: Vec<(String, Option<OsString>)>,
+    pub(crate) output: Output,
+}
+
+/// Where a program leaves its result.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Output {
+    /// On its standard output.
+    Printed,
+    /// In [`RESULT`].
+    Written,
+    /// In files under [`RECORD`].
+    Record,
 }
 
 /// An option with its value, as on a command line.
@@ -124,7 +150,7 @@ fn host(program: Program) -> Option<(&'static str, clap::Command)> {
         Program::Trainer => Some(("trainer", trainer::cli::command())),
         Program::Replay | Program::Capacity => Some(("vramlab", vramlab_cli::command())),
         Program::Bench => Some(("experiments", crate::command())),
-        Program::Pytorch => None,
+        Program::Pytorch | Program::Inside => None,
     }
 }
 
@@ -141,8 +167,10 @@ fn long_option(program: Program, name: &str) -> Option<clap::Arg> {
 
 /// Whether an option takes no value; `None` if the program has no such option.
 fn is_switch(program: Program, name: &str) -> Option<bool> {
-    if program == Program::Pytorch {
-        return PYTORCH_OPTIONS.contains(&name).then_some(false);
+    match program {
+        Program::Pytorch => return PYTORCH_OPTIONS.contains(&name).then_some(false),
+        Program::Inside => return INSIDE_OPTIONS.contains(&name).then(|| INSIDE_SWITCHES.contains(&name)),
+        _ => {}
     }
     long_option(program, name).map(|found| matches!(found.get_action(), clap::ArgAction::SetTrue))
 }
@@ -200,9 +228,12 @@ fn arguments(run: &Run) -> Vec<String> {
         .map(|(name, value)| (name.as_str(), value.to_string()))
         .collect();
     let mut out = Vec::new();
-    for (name, value) in &run.options {
-        if takes_history(run.program) && name == "history" {
+    let are_variables = |name: &str| run.program == Program::Inside && [ALLOC, "conf", LIMIT].contains(&name);
+    for (name, value) in run.options.iter().filter(|(name, _)| !are_variables(name)) {
+        if takes_history(run.program) && name == "history" || run.program == Program::Inside && name == "program" {
             out.insert(0, value.to_string());
+        } else if run.program == Program::Inside && name == "history" {
+            out.extend((*value == OptionValue::Switch(true)).then(|| format!("--history={RECORD}/{HISTORY}")));
         } else if name == ALLOC {
             out.push(format!("--{ALLOC}={}", with_settings(&value.to_string(), &settings)));
         } else if !own(name) {
@@ -215,12 +246,36 @@ fn arguments(run: &Run) -> Vec<String> {
     out
 }
 
-/// The command of a run. `start` is the file with the trainer's weights and batches.
+/// The variables of an `inside` run: neither the user's settings of PyTorch's allocator nor another allocator reach it.
+fn variables(run: &Run, pytorch: &Path) -> Vec<(String, Option<OsString>)> {
+    let text = |name: &str| run.option(name).map(ToString::to_string).filter(|text| !text.is_empty());
+    let alloc = text(ALLOC).filter(|alloc| alloc != NATIVE);
+    let inherited = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
+    let mut out: Vec<(String, Option<OsString>)> = inherited
+        .filter(|name| name.starts_with("PYTORCH_") || name.starts_with("VRAMLAB_ALLOC"))
+        .map(|name| (name, None))
+        .collect();
+    // The package, and before it the start hook, which puts the allocator into PyTorch.
+    let package = pytorch.join("../../app/python/src");
+    let mut paths = vec![package.clone()];
+    paths.extend(std::env::var_os("PYTHONPATH").iter().flat_map(std::env::split_paths));
+    if alloc.is_some() {
+        paths.insert(0, package.join("vramlab/_site"));
+    }
+    out.extend(std::env::join_paths(paths).ok().map(|paths| ("PYTHONPATH".to_owned(), Some(paths))));
+    out.extend(text("conf").map(|conf| ("PYTORCH_CUDA_ALLOC_CONF".to_owned(), Some(conf.into()))));
+    out.extend(alloc.map(|alloc| ("VRAMLAB_ALLOC".to_owned(), Some(alloc.into()))));
+    out
+}
+
+/// The command of a run. `start` is the file with the trainer's weights and batches, `limit` the most bytes that PyTorch
+/// may reserve.
 pub(crate) fn command_line(
     run: &Run,
     device: &DeviceName,
     inputs: &Inputs,
     start: Option<&str>,
+    limit: Option<u64>,
 ) -> Result<CommandLine> {
     let same = |word: &str| (word.to_owned(), word.to_owned());
     let name = run.program.name();
@@ -228,11 +283,16 @@ pub(crate) fn command_line(
     let (first, mut words) = match run.program {
         Program::Trainer | Program::Bench => (Some("experiments"), vec![same(name)]),
         Program::Replay | Program::Capacity => (None, vec![same("vramlab"), same(name)]),
-        Program::Pytorch => {
-            let file = inputs.baseline.as_ref().context("experiments/pytorch/baselines/mlp.py is not here")?;
-            let file = file.to_string_lossy().into_owned();
-            (Some("python3"), vec![(file, "experiments/pytorch/baselines/mlp.py".to_owned())])
+        Program::Pytorch | Program::Inside => {
+            let name = if run.program == Program::Pytorch { PYTORCH } else { INSIDE };
+            let shown = format!("experiments/pytorch/{name}");
+            let folder = inputs.pytorch.as_ref().with_context(|| format!("{shown} is not here"))?;
+            (Some("python3"), vec![(folder.join(name).to_string_lossy().into_owned(), shown)])
         }
+    };
+    let variables = match (run.program, &inputs.pytorch) {
+        (Program::Inside, Some(pytorch)) => variables(run, pytorch),
+        _ => Vec::new(),
     };
     words.extend(arguments(run).iter().map(|option| same(option)));
     // Relative to the run's directory, two levels below the experiment's.
@@ -240,22 +300,34 @@ pub(crate) fn command_line(
     words.extend(start.iter().map(|start| same(start)));
     words.push(match (run.program, device.kind()) {
         (Program::Bench, DeviceKind::Sim) => same("--device=null"),
-        (Program::Pytorch, kind) if kind != DeviceKind::Cuda => same("--device=cpu"),
+        (Program::Pytorch | Program::Inside, kind) if kind != DeviceKind::Cuda => same("--device=cpu"),
         _ => (format!("--device={device}"), format!("--device={}", shown(device))),
     });
-    let prints = matches!(run.program, Program::Replay | Program::Capacity | Program::Bench);
-    words.push(if prints { same("--json") } else { same(&format!("--out={RECORD}")) });
+    words.extend(limit.map(|limit| same(&format!("--limit={limit}"))));
+    let (output, option) = match run.program {
+        Program::Replay | Program::Capacity | Program::Bench => (Output::Printed, "--json".to_owned()),
+        Program::Inside => (Output::Written, format!("--output={RESULT}")),
+        Program::Trainer | Program::Pytorch => (Output::Record, format!("--out={RECORD}")),
+    };
+    words.push(same(&option));
     let (arguments, of_readers): (Vec<String>, Vec<String>) = words.into_iter().unzip();
     Ok(CommandLine {
         program: match run.program {
-            Program::Pytorch => inputs.python.clone(),
+            Program::Pytorch | Program::Inside => inputs.python.clone(),
             _ => repository::this_program()?.into(),
         },
         arguments: arguments.into_iter().map(OsString::from).collect(),
-        shown: first.map(str::to_owned).into_iter().chain(of_readers).collect(),
+        shown: shown_variables(&variables).chain(first.map(str::to_owned)).chain(of_readers).collect(),
         folder: takes_history(run.program).then(|| inputs.histories.clone()),
-        prints,
+        variables,
+        output,
     })
+}
+
+/// The variables of a command for readers, without paths.
+fn shown_variables(variables: &[(String, Option<OsString>)]) -> impl Iterator<Item = String> {
+    let set = variables.iter().filter_map(|(name, value)| Some((name, value.as_ref()?)));
+    set.filter(|(name, _)| *name != "PYTHONPATH").map(|(name, value)| format!("{name}={}", value.to_string_lossy()))
 }
 
 /// The command for the file with the trainer's weights and batches, and the file's name: runs with equal inputs for it
@@ -293,6 +365,12 @@ pub(crate) fn check(source: &Source, kind: DeviceKind, histories: Option<&Path>)
     for run in runs.iter().filter(|run| run.repeat == 0) {
         if takes_history(run.program) && run.option("history").is_none() {
             return Err(source.at_key("program", format!("{} needs the option 'history'", run.program.name())));
+        }
+        if run.program == Program::Inside && run.option("program").is_none() {
+            return Err(source.at_key("program", "inside needs the option 'program', a name in programs.py"));
+        }
+        if run.option(LIMIT).is_some() && source.spec.limits_of.is_none() {
+            return Err(source.at_key(LIMIT, "limits_of = \"ARM\" names the arm whose active memory it multiplies"));
         }
         if run.program == Program::Capacity && kind == DeviceKind::Cuda {
             return Err(source.at_key("program", "capacity searches on the simulated GPU; devices = [\"sim\"]"));
@@ -352,10 +430,18 @@ fn check_setting(source: &Source, program: Program, setting: &Setting, histories
         return here(format!("the runner sets --{name} itself; leave it out"));
     }
     let known = is_switch(program, name);
-    if program == Program::Pytorch && known.is_none() {
-        return here(format!("--{name} is no option of pytorch; there are {}", PYTORCH_OPTIONS.join(", ")));
+    let options: Option<&[&str]> = match program {
+        Program::Pytorch => Some(&PYTORCH_OPTIONS),
+        Program::Inside => Some(&INSIDE_OPTIONS),
+        _ => None,
+    };
+    if let Some(options) = options.filter(|_| known.is_none()) {
+        return here(format!("--{name} is no option of {}; there are {}", program.name(), options.join(", ")));
     }
     for value in &setting.values {
+        if program == Program::Inside {
+            check_inside(name, value).or_else(here)?;
+        }
         let text = argument(program, name, value);
         if known == Some(true) && !matches!(value, OptionValue::Switch(_)) {
             return here(format!("--{name} takes no value; write {name} = true"));
@@ -375,6 +461,24 @@ fn check_setting(source: &Source, program: Program, setting: &Setting, histories
         return here(format!("--{name} is no option of {}; write its whole name", program.name()));
     }
     Ok(())
+}
+
+/// Checks a value of an option of `inside`; its names of programs are Python's.
+fn check_inside(name: &str, value: &OptionValue) -> std::result::Result<(), String> {
+    let text = value.to_string();
+    match name {
+        ALLOC if text != NATIVE => text.parse::<Selection>().map(drop).map_err(|error| error.to_string()),
+        LIMIT if !matches!(value, OptionValue::Number(times) if (0.1..=100.0).contains(times)) => {
+            Err(format!("{LIMIT} must be a number from 0.1 to 100, such as 1.15, found {text}"))
+        }
+        "program" | "while-loading" if text.is_empty() || text.starts_with('-') => {
+            Err(format!("{name} must be a word, found '{text}'"))
+        }
+        "steps" | "warm-up" | "seed" if !matches!(value, OptionValue::Integer(0..)) => {
+            Err(format!("--{name} must be a count, found {text}"))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Whether a message is about an option other than the one of this name.
@@ -397,6 +501,7 @@ fn parse(program: Program, options: &[String]) -> std::result::Result<(), String
             };
             trainer(&mut options.iter().filter(shared))
         }
+        Program::Inside => Ok(()),
         Program::Replay | Program::Capacity | Program::Bench => {
             let Some((host, grammar)) = host(program) else { return Ok(()) };
             let line = [host, program.name()].into_iter().chain(options.iter().map(String::as_str));
@@ -407,8 +512,8 @@ fn parse(program: Program, options: &[String]) -> std::result::Result<(), String
 
 /// The reason why the PyTorch variants cannot run here, if any.
 pub(crate) fn pytorch_missing(inputs: &Inputs, kind: DeviceKind) -> Option<String> {
-    if inputs.baseline.is_none() {
-        return Some(format!("experiments/pytorch/baselines/{PYTORCH} is not here"));
+    if inputs.pytorch.is_none() {
+        return Some("experiments/pytorch is not here".to_owned());
     }
     let python = inputs.python.to_string_lossy().into_owned();
     let probe = "import sys\ntry:\n import torch\nexcept ImportError:\n sys.exit(3)\n\
@@ -431,10 +536,14 @@ mod tests {
 
     #[test]
     fn the_options_of_pytorch_are_those_of_its_program() {
-        let path = repository::find(&format!("pytorch/baselines/{PYTORCH}")).unwrap();
-        let text = std::fs::read_to_string(&path).unwrap();
+        let read = |name: &str| std::fs::read_to_string(repository::find("pytorch").unwrap().join(name)).unwrap();
+        let inside = read(INSIDE);
+        for option in INSIDE_OPTIONS.iter().filter(|option| !["program", ALLOC, "conf", LIMIT].contains(option)) {
+            assert!(inside.contains(&format!("\"--{option}\"")), "{INSIDE} has no --{option}");
+        }
+        let text = read(PYTORCH);
         for option in PYTORCH_OPTIONS.iter().chain(["device", "out", "start"].iter()) {
-            assert!(text.contains(&format!("\"--{option}\"")), "{} has no --{option}", path.display());
+            assert!(text.contains(&format!("\"--{option}\"")), "{PYTORCH} has no --{option}");
         }
         for option in SHARED_OPTIONS {
             assert!(

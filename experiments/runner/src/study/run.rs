@@ -7,12 +7,13 @@ use super::programs::{self, Inputs};
 use super::record::{EXPERIMENT, Machine, Planned, RunStatus, spec_sha256};
 use super::report::{self, Cell};
 use super::spec::{self, Source};
-use super::work::{check_folder, start_of, work};
+use super::work::{WorkReport, check_folder, start_of, work};
 use crate::repository;
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 use terminal::RuntimeFailure;
 use terminal::Shard;
 use terminal::signals::{self, Signals};
@@ -39,6 +40,9 @@ pub(crate) struct RunArgs {
     /// Number of parallel runs, on the simulated GPU only; runs that measure real time still run alone
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=256))]
     jobs: u16,
+    /// Start no run that would end later, as far as finished runs show; exit code 4 if runs are left
+    #[arg(long, value_name = "SECONDS")]
+    budget: Option<u64>,
     /// Print the runs and their commands, and do nothing
     #[arg(long)]
     dry_run: bool,
@@ -68,8 +72,12 @@ pub(crate) fn choose(named: Option<&DeviceName>, specs: &[Source]) -> DeviceName
     if all(DeviceKind::Cuda) && CudaDriver::probe().is_ok() { DeviceName::Cuda(0) } else { DeviceName::Sim(None) }
 }
 
+/// Exit code if the budget ended before all runs were made.
+pub(crate) const BUDGET: u8 = 4;
+
 /// Runs the specs in order.
 pub(crate) fn run(args: &RunArgs) -> Result<()> {
+    let began = Instant::now();
     let sources =
         args.specs.iter().map(|text| spec::find(text, args.specs_dir.as_deref())).collect::<Result<Vec<_>>>()?;
     let device = choose(args.device.as_ref(), &sources);
@@ -103,7 +111,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
         say(&format!("note: the machine is busy (load {load:.1} on {} cores); times will be noisy", machine.cores));
     }
     let mut all: Vec<Cell> = Vec::new();
-    let mut failed = Vec::new();
+    let (mut failed, mut late) = (Vec::new(), 0);
     for planned in &planned {
         let experiment = Experiment {
             planned,
@@ -111,9 +119,12 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
             inputs: &inputs,
             shard: args.shard,
             jobs: usize::from(args.jobs),
+            deadline: args.budget.and_then(|budget| began.checked_add(Duration::from_secs(budget))),
             signals: &signals,
         };
-        let (cells, failures) = work(&experiment, args.again).map_err(|error| interrupted(error, planned, &signals))?;
+        let WorkReport { cells, failures, late: more } =
+            work(&experiment, args.again).map_err(|error| interrupted(error, planned, &signals))?;
+        late += more;
         if !args.json {
             report::table(&planned.source.spec.name, &planned.source.spec.question, &cells).print()?;
         }
@@ -127,6 +138,10 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
         report::closing(&all, &out).print()?;
     }
     match failed.as_slice() {
+        [] if late > 0 => {
+            let text = format!("the budget left out {late} runs; the same command makes them");
+            Err(RuntimeFailure::with_code(BUDGET, text).into())
+        }
         [] => Ok(()),
         [(first, error), ..] => {
             let count = failed.len();
@@ -195,7 +210,7 @@ fn dry_run(planned: &[Planned], device: &DeviceName, inputs: &Inputs, args: &Run
     for planned in planned {
         for run in share(&planned.runs, args.shard) {
             let start = start_of(&planned.source.spec, run).map(|(name, _)| name);
-            let command = programs::command_line(run, device, inputs, start.as_deref());
+            let command = programs::command_line(run, device, inputs, start.as_deref(), None);
             let command = command.map_or_else(|error| format!("skipped: {error}"), |line| line.shown.join(" "));
             let done = !args.again && matches!(planned.status_of(run), Ok(Some(RunStatus::Done)));
             let state = if done { "done" } else { "to do" };

@@ -12,7 +12,7 @@ use vramlab::input::{WRITTEN, read_text};
 use vramlab::settings::Meant;
 
 /// Files of a run that a spec may keep.
-pub(crate) const KEEPABLE: [&str; 10] = [
+pub(crate) const KEEPABLE: [&str; 11] = [
     "summary.json",
     "steps.csv",
     "latency.hlog",
@@ -21,6 +21,7 @@ pub(crate) const KEEPABLE: [&str; 10] = [
     "perfetto.json",
     "snapshot.pickle",
     "snapshot.json",
+    "history.pickle.xz",
     "rmm.csv",
     "minimalloc.csv",
 ];
@@ -38,6 +39,8 @@ vramlab::device::named! {
         Trainer "trainer",
         /// The same network in PyTorch, `experiments/pytorch/baselines/mlp.py`.
         Pytorch "pytorch",
+        /// A program of `experiments/pytorch/programs` under an allocator in PyTorch.
+        Inside "inside",
         /// `vramlab replay`.
         Replay "replay",
         /// `vramlab capacity`.
@@ -62,6 +65,13 @@ pub(crate) struct Overrides {
     pub(crate) matrix: Entries,
 }
 
+impl Program {
+    /// Whether it needs PyTorch.
+    pub(crate) fn needs_pytorch(self) -> bool {
+        matches!(self, Self::Pytorch | Self::Inside)
+    }
+}
+
 impl Overrides {
     fn is_empty(&self) -> bool {
         self.repeats.is_none() && self.warm_up.is_none() && self.options.is_empty() && self.matrix.is_empty()
@@ -76,7 +86,7 @@ pub(crate) struct Arm {
     /// The program, by default `trainer`.
     #[serde(default)]
     pub(crate) program: Program,
-    /// Devices on which the variant runs; for `pytorch` by default `cuda`.
+    /// Devices on which the variant runs; for `pytorch` and `inside` by default `cuda`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) devices: Option<Vec<DeviceKind>>,
     #[serde(default, skip_serializing_if = "Entries::is_empty")]
@@ -117,6 +127,10 @@ pub(crate) struct Spec {
     /// Whether PyTorch starts with the trainer's weights and batches (`trainer start`, made with the run's options).
     #[serde(default)]
     pub(crate) start: bool,
+    /// Name of the variant whose finished runs of the same `program` set the limits of the option `limit-over-active`:
+    /// their median peak of active memory times its value. Those runs come first.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) limits_of: Option<String>,
     /// The program's long options with one value each, for every variant; a switch is `true`. Settings of allocators,
     /// written with `-` or `_`, are appended to the names in `--alloc` that support them.
     #[serde(default)]
@@ -228,6 +242,9 @@ impl Source {
                 return Err(self.at_key("warm_up", "warm-up is the spec's, not an arm's"));
             }
         }
+        if let Some(name) = spec.limits_of.as_ref().filter(|name| !names.contains(name.as_str())) {
+            return Err(self.at_key("limits_of", format!("no arm is called '{name}'")));
+        }
         for kind in [DeviceKind::Cuda, DeviceKind::Sim] {
             // Before any of them is built: the product of a few dozen axes exceeds any memory.
             let mut left = MOST_RUNS;
@@ -312,7 +329,7 @@ impl Spec {
         let runs = |arm: &&Arm| match &arm.devices {
             Some(devices) => devices.contains(&kind),
             // PyTorch does not run on the simulated GPU; a variant for the CPU as its counterpart declares that.
-            None => kind == DeviceKind::Cuda || arm.program != Program::Pytorch,
+            None => kind == DeviceKind::Cuda || !arm.program.needs_pytorch(),
         };
         self.arms.iter().filter(runs).cloned().collect()
     }

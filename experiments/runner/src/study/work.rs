@@ -64,9 +64,17 @@ pub(super) fn check_folder(planned: &Planned, device: &DeviceName) -> Result<()>
     Ok(())
 }
 
-/// Makes the remaining runs of an experiment, or of a shard of it; with `again` all of them anew. Returns all its
-/// cells and the failed runs.
-pub(super) fn work(experiment: &Experiment<'_>, again: bool) -> Result<(Vec<Cell>, Failures)> {
+/// The outcome of the work on an experiment.
+#[derive(Debug)]
+pub(super) struct WorkReport {
+    pub(super) cells: Vec<Cell>,
+    pub(super) failures: Failures,
+    /// Number of runs that the deadline left out.
+    pub(super) late: usize,
+}
+
+/// Makes the remaining runs of an experiment, or of a shard of it; with `again` all of them anew.
+pub(super) fn work(experiment: &Experiment<'_>, again: bool) -> Result<WorkReport> {
     let (planned, device) = (experiment.planned, experiment.device);
     let spec = &planned.source.spec;
     // Shards may start simultaneously.
@@ -86,11 +94,10 @@ pub(super) fn work(experiment: &Experiment<'_>, again: bool) -> Result<(Vec<Cell
     let state = |run: &Run| planned.status_of(run).ok().flatten();
     let mut left: Vec<&Run> = mine.iter().copied().filter(|run| state(run) != Some(RunStatus::Done)).collect();
     let mut failures = Failures::new();
-    if left.iter().any(|run| run.program == Program::Pytorch)
+    if left.iter().any(|run| run.program.needs_pytorch())
         && let Some(reason) = programs::pytorch_missing(experiment.inputs, device.kind())
     {
-        let (skipped, others): (Vec<&Run>, Vec<&Run>) =
-            left.into_iter().partition(|run| run.program == Program::Pytorch);
+        let (skipped, others): (Vec<&Run>, Vec<&Run>) = left.into_iter().partition(|run| run.program.needs_pytorch());
         for run in &skipped {
             experiment.skip(run, &reason)?;
         }
@@ -102,31 +109,32 @@ pub(super) fn work(experiment: &Experiment<'_>, again: bool) -> Result<(Vec<Cell
     let bar = Bar::new(mine.len() as u64, "{prefix} {bar:20} run {pos}/{len} {wide_msg} [{elapsed} left {eta}]");
     bar.prefix(&spec.name);
     bar.begin_at((mine.len() - left.len()) as u64);
-    let done = all(experiment, spec, &left, &bar);
+    let late = AtomicUsize::new(0);
+    let failed = all(experiment, spec, &left, &bar, &late);
     bar.clear();
-    failures.extend(done?);
+    failures.extend(failed?);
     if planned.runs.iter().all(|run| state(run) == Some(RunStatus::Done)) {
         // They are large, and can be made again from their seeds.
         remove(&planned.folder.join("start"))?;
     }
-    Ok((report::cells(planned, state)?, failures))
+    Ok(WorkReport { cells: report::cells(planned, state)?, failures, late: late.into_inner() })
 }
 
 /// Whether a run measures real time, which parallel runs would change.
 fn is_timed(run: &Run) -> bool {
     match run.program {
-        Program::Bench | Program::Pytorch => true,
+        Program::Bench | Program::Pytorch | Program::Inside => true,
         // Their times are simulated; the record contains the number of parallel runs for the few that are not.
         Program::Trainer | Program::Replay | Program::Capacity => false,
     }
 }
 
 /// Makes the runs in order, up to `jobs` in parallel, and then those that need the machine for themselves.
-fn all(experiment: &Experiment<'_>, spec: &Spec, left: &[&Run], bar: &Bar) -> Result<Failures> {
+fn all(experiment: &Experiment<'_>, spec: &Spec, left: &[&Run], bar: &Bar, late: &AtomicUsize) -> Result<Failures> {
     let jobs = experiment.jobs;
     let (alone, together): (Vec<&Run>, Vec<&Run>) = left.iter().partition(|run| jobs == 1 || is_timed(run));
-    let mut failures = at_once(experiment, spec, &together, jobs, bar)?;
-    failures.extend(at_once(experiment, spec, &alone, 1, bar)?);
+    let mut failures = at_once(experiment, spec, &together, jobs, bar, late)?;
+    failures.extend(at_once(experiment, spec, &alone, 1, bar, late)?);
     failures.sort();
     Ok(failures.into_iter().map(|(_, id, error)| (format!("{}/{id}", spec.name), error)).collect())
 }
@@ -138,6 +146,7 @@ fn at_once(
     runs: &[&Run],
     jobs: usize,
     bar: &Bar,
+    late: &AtomicUsize,
 ) -> Result<Vec<(usize, String, String)>> {
     let (next, given_up) = (AtomicUsize::new(0), AtomicBool::new(false));
     let failed = Mutex::new(Vec::new());
@@ -146,6 +155,10 @@ fn at_once(
             && let Some(run) = runs.get(next.fetch_add(1, SeqCst))
         {
             bar.message(&run.id);
+            if experiment.is_late(run) {
+                late.fetch_add(1, SeqCst);
+                continue;
+            }
             let start = start_of(spec, run).map(|(name, _)| name);
             match experiment.run(run, start.as_deref()) {
                 Ok((_, None)) => {}
