@@ -11,7 +11,7 @@ new Python for each instead.
 
 DIR/results.jsonl has a line for the machine, then one for each run: program, arm, and the record of programs/measure.py.
 `--resume` names such files of earlier calls, whose runs are not repeated. No run starts that would not end within
-`--budget` seconds; the next call resumes. Histories are DIR/histories.tar.
+`--budget` seconds; the next call resumes. `experiments run inside-histories` records the programs' events.
 
 Exit codes: 0 all completed, 1 some runs failed, 2 bad input, 4 the budget ended first.
 """
@@ -26,7 +26,6 @@ import re
 import statistics
 import subprocess
 import sys
-import tarfile
 import tempfile
 import time
 from dataclasses import asdict, dataclass, field
@@ -54,7 +53,7 @@ VARIED = ("varying", "moe", "generate", "gnn", "graphed", "compiled")
 # Limits as multiples of active memory: for the main arms, and for the others.
 LIMITS = (1.3, 1.2, 1.1, 1.06, 1.04, 1.02, 1.01, 1.005, 1.0)
 FEW_LIMITS = (1.3, 1.1, 1.04, 1.01)
-PARTS = ("smoke", "checks", "empty", "timed", "passes", "curve", "memory", "latency", "histories")
+PARTS = ("smoke", "checks", "empty", "timed", "passes", "curve", "memory", "latency")
 # Context and libraries on the device, in addition to PyTorch's reserved memory.
 BESIDE = 1.2
 
@@ -73,7 +72,6 @@ class Task:
     alone: bool = False
     fresh: bool = False
     latency: bool = False
-    history: bool = False
     timeout: int = 120
 
     @property
@@ -156,11 +154,6 @@ def planned(parts, arms, repeats, checks):
         elif part == "latency":
             ours = [arm for arm in arms if arm in OURS]
             tasks += rounds(part, ["gpt2", "resnet50", *VARIED[:4]], ours, 1, latency=True)
-        elif part == "histories":
-            for program in ("gpt2", "resnet50", *VARIED[:5]):
-                options = ["--warm-up", "0", "--steps", {"generate": "4", "gnn": "16"}.get(program, "6")]
-                some = [arm for arm in arms if arm in ("native", "caching", "remap", "expandable")]
-                tasks += [Task(part, program, arm, 0, options, history=True) for arm in some]
     return tasks
 
 
@@ -301,7 +294,6 @@ class Campaign:
         """Writes the record of a completed run and prints a line about it."""
         record = outcome(running, code)
         self.learn(record)
-        self.pack(running)
         self.kept += 1
         file.write(json.dumps(record, separators=(",", ":")) + "\n")
         file.flush()
@@ -394,13 +386,6 @@ class Campaign:
             self.skipped += 1
             return False
         return True
-
-    def pack(self, running):
-        """Adds a run's history to the archive."""
-        path = Path(str(running.request["history"]) + ".xz")
-        if path.exists():
-            with tarfile.open(self.options.output / "histories.tar", "a") as tar:
-                tar.add(path, arcname=f"{running.task.program}.{running.task.arm.replace(':', '-')}.pickle.xz")
 
 
 def costs(tasks, jobs):

@@ -69,11 +69,11 @@ class Starter:
         request = {
             "id": self.count, "program": task.program, "options": task.options, "limit": limit, "record": base + ".json",
             "log": base + ".log", "alloc": None if task.arm in NATIVE else task.arm, "latency": task.latency,
-            "history": base + ".pickle" if task.history else None, "timeout": task.timeout, "go": base + ".go",
+            "timeout": task.timeout, "go": base + ".go",
             "turns": turns and str(turns),
         }  # fmt: skip
         # Runs that only forked.py supports are always forked.
-        fresh = task.fresh or (self.always_fresh and task.program != "empty" and not task.latency and not task.history)
+        fresh = task.fresh or (self.always_fresh and task.program != "empty" and not task.latency)
         if fresh:
             running = Running(task, request, self._fresh(task, request))
         else:

@@ -50,8 +50,6 @@ def run(request):
         measure.write(measure.empty(torch, on_gpu, at_turns) | extra, request["record"])
         return 0
     words = [request["program"], *request["options"]] + (["--limit", str(request["limit"])] if request["limit"] else [])
-    if request["history"]:
-        words += ["--history", request["history"] + ".xz"]
     options = programs.parser().parse_args(words)
     code = 0
     for record in programs.measured(options.program, options):

@@ -175,6 +175,7 @@ fn the_specs_of_the_study_are_listed_and_can_be_planned() {
         "family",
         "rules",
         "stories",
+        "inside-histories",
     ] {
         assert!(names.contains(&name), "{name} is missing: {names:?}");
     }
