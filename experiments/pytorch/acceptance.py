@@ -102,7 +102,7 @@ class Job:
 
 def plan(programs, arms, repeats):
     """All runs: arm by arm, long programs first; native's second run follows its first, then further repeats."""
-    programs = sorted(programs, key=lambda one: -one.seconds)
+    programs = sorted(programs, key=lambda program: -program.seconds)
     least = {arm: max(repeats, 2 if arm == "native" else 1) for arm in arms}
     jobs = []
     for repeat in range(max(least.values(), default=0)):
@@ -239,34 +239,34 @@ class Running:
         """The run's record."""
         job, code = self.job, self.process.returncode
         text = self.log.read_text(errors="replace")
-        ranks = sorted(printed_records(text), key=lambda one: one["rank"])
-        one = {
+        ranks = sorted(printed_records(text), key=lambda rank: rank["rank"])
+        fields = {
             "id": job.id, "program": job.program.name, "arm": job.arm, "repeat": job.repeat, "gpus": job.program.gpus,
             "tolerance": job.program.tolerance, "code": code, "took_s": round(self.seconds, 2),
         }  # fmt: skip
         skipped = next((rank["skipped"] for rank in ranks if "skipped" in rank), None)
         if self.asked is not None:
-            one |= {"status": "hung", "stacks": self.stacks[:800], "log": text[-12000:]}
+            fields |= {"status": "hung", "stacks": self.stacks[:800], "log": text[-12000:]}
         elif code == 0 and skipped:
-            return one | {"status": "skipped", "why": skipped}
+            return fields | {"status": "skipped", "why": skipped}
         elif code == 0 and len(ranks) == job.program.ranks:
-            one["status"] = "ok"
+            fields["status"] = "ok"
         else:
-            one |= {"status": "failed", "log": text[-6000:]}
+            fields |= {"status": "failed", "log": text[-6000:]}
         if left := session_processes(self.process.pid):
             # Remaining processes of a job keep its GPU memory allocated.
-            one["left_behind"] = [line for pid in left for line in kernel_view(pid)][:40]
+            fields["left_behind"] = [line for pid in left for line in kernel_view(pid)][:40]
             send(left, signal.SIGKILL)
-            if one["status"] == "ok":
-                one |= {"status": "failed", "log": text[-3000:]}
+            if fields["status"] == "ok":
+                fields |= {"status": "failed", "log": text[-3000:]}
         if job.recorded:
             files = [file for file in (self.folder / "recorded").glob("*") if file.is_file() and file.name != "program.json"]
-            one["recorded"] = {"files": len(files), "bytes": sum(file.stat().st_size for file in files)}
+            fields["recorded"] = {"files": len(files), "bytes": sum(file.stat().st_size for file in files)}
         if ranks:
-            one["ranks"] = [
+            fields["ranks"] = [
                 {key: value for key, value in rank.items() if key not in ("acceptance", "torch")} for rank in ranks
             ]
-        return one
+        return fields
 
 
 def native_stacks(pid, debugger):
@@ -305,7 +305,7 @@ class Acceptance:
 
     def __init__(self, options, known):
         self.options = options
-        self.records = {one["id"]: one for one in known if one.get("kind") != "machine"}
+        self.records = {record["id"]: record for record in known if record.get("kind") != "machine"}
         self.began = time.monotonic()
         self.kept = self.bad = self.skipped = 0
         self.ports = set()
@@ -315,14 +315,14 @@ class Acceptance:
 
     def natives(self, name):
         """Native's runs of a program."""
-        return [one for one in self.records.values() if one["program"] == name and one["arm"] == "native"]
+        return [record for record in self.records.values() if record["program"] == name and record["arm"] == "native"]
 
     def should_run(self, job):
         """True if a run must start: not done before, in time, and not skipped by native."""
         done = self.records.get(job.id)
         if done is not None and not (self.options.again and done["status"] in ("failed", "hung")):
             return False
-        if any(one["status"] == "skipped" for one in self.natives(job.program.name)):
+        if any(record["status"] == "skipped" for record in self.natives(job.program.name)):
             return False
         if self.remaining_s() < min(job.program.seconds, self.options.limit_s):
             self.skipped += 1
@@ -344,13 +344,13 @@ class Acceptance:
         hook, running, waiting, number = start_hook(folder), [], list(jobs), 0
         try:
             while waiting or running:
-                for one in list(running):
-                    if one.poll(self.options.limit_s, self.options.debugger):
-                        running.remove(one)
-                        self.keep(one, file)
+                for run in list(running):
+                    if run.poll(self.options.limit_s, self.options.debugger):
+                        running.remove(run)
+                        self.keep(run, file)
                 while waiting and len(running) < self.options.jobs:
                     job = waiting[0]
-                    used = [sum(one.job.program.gib for one in running if gpu in one.gpus) for gpu in range(gpus)]
+                    used = [sum(run.job.program.gib for run in running if gpu in run.gpus) for gpu in range(gpus)]
                     # The least used GPUs.
                     chosen = sorted(sorted(range(gpus), key=used.__getitem__)[: job.program.gpus])
                     if any(used[gpu] and used[gpu] + job.program.gib > room for gpu in chosen):
@@ -366,13 +366,13 @@ class Acceptance:
                     return
                 time.sleep(0.02)
         finally:
-            for one in running:
-                one.kill()
-                one.process.wait()
+            for run in running:
+                run.kill()
+                run.process.wait()
 
     def differences(self):
         """The verdicts of all runs that differ from native, a line each."""
-        found = {key: verdict(one, self.natives(one["program"])) for key, one in self.records.items()}
+        found = {key: verdict(record, self.natives(record["program"])) for key, record in self.records.items()}
         return [f"{key}: {what}" for key, what in found.items() if what]
 
 
@@ -393,7 +393,7 @@ def line(record, natives):
 def gpus_here():
     """The number of visible GPUs."""
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return len([one for one in visible.split(",") if one.strip()])
+        return len([gpu for gpu in visible.split(",") if gpu.strip()])
     with contextlib.suppress(OSError):
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
         return max(1, sum(text.startswith("GPU ") for text in listed.splitlines()))
@@ -404,7 +404,7 @@ def selection(options, known):
     """The requested programs."""
     if options.programs:
         return [known[name] for name in options.programs]
-    return [one for one in known.values() if one.gpus == options.gpus]
+    return [program for program in known.values() if program.gpus == options.gpus]
 
 
 def parser(known):
@@ -456,7 +456,7 @@ def main():
         print(f"error: --repeat {options.repeat}: write 1 or more", file=sys.stderr)
         return 2
     record = options.output / RECORD
-    acceptance = Acceptance(options, [one for file in (*options.resume, record) for one in whole_lines(file)])
+    acceptance = Acceptance(options, [run for file in (*options.resume, record) for run in whole_lines(file)])
     if options.verdicts:
         print("\n".join(acceptance.differences()) or "each run is as native's")
         return 1 if acceptance.differences() else 0

@@ -180,8 +180,8 @@ def outcome(running, code):
         }
         bad = code != 0 or result["failed"] > 0 or not lines
     elif task.program == "usual":
-        said = [one for one in log.splitlines() if one.startswith('{"program"')]
-        result = json.loads(said[-1]) if said else {}
+        results = [text for text in log.splitlines() if text.startswith('{"program"')]
+        result = json.loads(results[-1]) if results else {}
         bad = code != 0 or not result
     else:
         result = json.loads(record.read_text().splitlines()[-1]) if record.exists() and record.stat().st_size else {}
@@ -197,12 +197,12 @@ def outcome(running, code):
     return out
 
 
-def without_zeros(told):
+def without_zeros(stats):
     """The allocator's own statistics, without zeros and without those that PyTorch's statistics contain."""
-    if not isinstance(told, dict):
-        return told
-    cut = {key: without_zeros(value) for key, value in told.items() if value not in (0, 0.0, None)}
-    return {key: value for key, value in cut.items() if not re.search(r"\.(small_pool|large_pool|all)\.", key)}
+    if not isinstance(stats, dict):
+        return stats
+    kept = {key: without_zeros(value) for key, value in stats.items() if value not in (0, 0.0, None)}
+    return {key: value for key, value in kept.items() if not re.search(r"\.(small_pool|large_pool|all)\.", key)}
 
 
 def machine(build):
@@ -246,7 +246,7 @@ def line(record):
             words.append(f"{bytes_held / 2**20:,.0f} MiB {name}")
     if "checks" in record:
         words.append(f"{record['passed']} passed, {record['failed']} failed")
-        words += [one[:150] for one in record["checks"] if one.startswith("FAIL")]
+        words += [check[:150] for check in record["checks"] if check.startswith("FAIL")]
     return ", ".join(words)
 
 
@@ -339,11 +339,11 @@ class Campaign:
         path = starter.folder / f"turns-{tasks[0].turns}"
         turns = Turns(path)
         running = [starter.start(task, None, turns=path) for task in tasks]
-        turns.gather({one.request["id"]: one for one in running}, lambda one: starter.code(one) is not None)
+        turns.gather({run.request["id"]: run for run in running}, lambda run: starter.code(run) is not None)
         turns.take(tasks[0].turns)
         turns.close()
-        for one in running:
-            self.finish(one, starter, file)
+        for run in running:
+            self.finish(run, starter, file)
 
     def finish(self, running, starter, file):
         """Waits for a run and writes its record."""
@@ -355,11 +355,11 @@ class Campaign:
         """Starts tasks as soon as the GPU has room for them."""
         running = []
         while waiting or running:
-            for one in list(running):
-                if (code := starter.code(one)) is not None:
-                    running.remove(one)
-                    self.keep(one, code, file)
-            used = sum(self.gib(one.task) for one in running)
+            for run in list(running):
+                if (code := starter.code(run)) is not None:
+                    running.remove(run)
+                    self.keep(run, code, file)
+            used = sum(self.gib(run.task) for run in running)
             for task in list(waiting):
                 if len(running) >= self.options.jobs:
                     break

@@ -39,7 +39,7 @@ class Program:
 
 
 def _of_file(path: Path) -> list[Program]:
-    found = []
+    listed = []
     for node in ast.parse(path.read_text(), str(path)).body:
         if not isinstance(node, ast.FunctionDef):
             continue
@@ -47,16 +47,17 @@ def _of_file(path: Path) -> list[Program]:
             if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "program":
                 options = {word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg}
                 summary = (ast.get_docstring(node) or "").partition("\n")[0]
-                found.append(Program(node.name, summary, path.stem, node.lineno, **options))
-    return found
+                listed.append(Program(node.name, summary, path.stem, node.lineno, **options))
+    return listed
 
 
 def programs(folder: Path = FOLDER) -> dict[str, Program]:
     """All programs by name, in the order of their files."""
-    found: dict[str, Program] = {}
+    known: dict[str, Program] = {}
     for path in sorted(folder.glob("*.py")):
-        for one in _of_file(path):
-            if one.name in found:
-                raise ValueError(f"{path}:{one.line}: {one.name} is in {found[one.name].family}.py already; rename one")
-            found[one.name] = one
-    return found
+        for program in _of_file(path):
+            if program.name in known:
+                family = known[program.name].family
+                raise ValueError(f"{path}:{program.line}: {program.name} is in {family}.py already; rename one")
+            known[program.name] = program
+    return known

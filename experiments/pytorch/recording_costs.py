@@ -46,17 +46,17 @@ class Arm:
     def end(self):
         """The process's report on its recording."""
         self.process.stdin.close()
-        told = self.read()
+        report = self.read()
         self.process.wait(60)
-        return told
+        return report
 
 
 def measure(program, arms, options, write):
     """Gives each arm its turns, and writes the times."""
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         running = [Arm(program, name, folder) for name in arms]
-        told = [arm.read() for arm in running][0]
-        facts = {"program": program, "steps": options.steps, **told, "build": options.build, "unix_s": int(time.time())}
+        versions = [arm.read() for arm in running][0]
+        facts = {"program": program, "steps": options.steps, **versions, "build": options.build, "unix_s": int(time.time())}
         drawn, ratios = random.Random(program), {name: [] for name in arms}
         for turn in range(options.turns):
             order = drawn.sample(running, len(running))

@@ -91,16 +91,16 @@ def main():
     with tempfile.TemporaryDirectory(prefix="sanitize-") as folder:
         hook = start_hook(folder)
         runs = []
-        for arm, told, beyond in CASES:
+        for arm, notified, beyond in CASES:
             command = [sys.executable, str(HERE / "programs" / "overrun.py"), *([] if beyond else ["--inside"])]
-            own = {"VRAMLAB_NVTX_MEMORY": "on" if told else "off"}
-            name = f"{arm}-{'on' if told else 'off'}-{'beyond' if beyond else 'inside'}"
-            runs.append((name, command, environment(arm, hook) | own, told and beyond and arm not in EXPANDABLE))
+            own = {"VRAMLAB_NVTX_MEMORY": "on" if notified else "off"}
+            name = f"{arm}-{'on' if notified else 'off'}-{'beyond' if beyond else 'inside'}"
+            runs.append((name, command, environment(arm, hook) | own, notified and beyond and arm not in EXPANDABLE))
         if options.overrun:
-            for arm, told, beyond in CASES[1:]:
-                words = [arm, *([] if told else ["--nvtx-memory", "off"]), *([] if beyond else ["--inside"])]
-                name = f"overrun-{arm}-{'on' if told else 'off'}-{'beyond' if beyond else 'inside'}"
-                expected = told and beyond and arm not in EXPANDABLE
+            for arm, notified, beyond in CASES[1:]:
+                words = [arm, *([] if notified else ["--nvtx-memory", "off"]), *([] if beyond else ["--inside"])]
+                name = f"overrun-{arm}-{'on' if notified else 'off'}-{'beyond' if beyond else 'inside'}"
+                expected = notified and beyond and arm not in EXPANDABLE
                 runs.append((name, [str(options.overrun), *words], dict(os.environ), expected))
         if options.trainer:
             for arm in ("caching", "pytorch-expandable"):
@@ -120,11 +120,11 @@ def main():
                         whole, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=own
                     )
                     running.append((name, process, log, expected, time.monotonic()))
-                for one in list(running):
-                    name, process, log, expected, began = one
+                for case in list(running):
+                    name, process, log, expected, began = case
                     if process.poll() is None:
                         continue
-                    running.remove(one)
+                    running.remove(case)
                     log.seek(0)
                     text = log.read()
                     log.close()
@@ -133,10 +133,10 @@ def main():
                     clean = process.returncode == 0
                     as_expected = found if expected else clean
                     unexpected += not as_expected
-                    said = next((line for line in text.splitlines() if line.startswith("{")), None)
+                    printed = next((line for line in text.splitlines() if line.startswith("{")), None)
                     record = {
                         "run": name, "code": process.returncode, "error": error, "expected_error": expected,
-                        "as_expected": as_expected, "program": json.loads(said) if said else None,
+                        "as_expected": as_expected, "program": json.loads(printed) if printed else None,
                         "took_s": round(time.monotonic() - began, 1), "checker": " ".join(checker[1:]),
                     }  # fmt: skip
                     file.write(json.dumps(record) + "\n")

@@ -302,7 +302,7 @@ class Tests:
         return [
             name
             for name in names
-            if name.rpartition(".")[2] not in LEFT_OUT and (not only or any(one in name for one in only))
+            if name.rpartition(".")[2] not in LEFT_OUT and (not only or any(word in name for word in only))
         ]
 
 
@@ -318,8 +318,8 @@ def summary(tests, names, arms):
         )
         lines.append(f"\n{arm}")
         for kind in classes:
-            said = ", ".join(f"{counts[kind, one]} {one}" for one in outcomes if counts[kind, one])
-            lines.append(f"  {kind}: {said or 'not run'}")
+            counted = ", ".join(f"{counts[kind, outcome]} {outcome}" for outcome in outcomes if counts[kind, outcome])
+            lines.append(f"  {kind}: {counted or 'not run'}")
     for arm in arms:
         some = [name for name in names if (arm, name) in tests.found and ("native", name) in tests.found]
         if arm == "native":

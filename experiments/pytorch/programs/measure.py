@@ -27,9 +27,9 @@ def device_used(torch):
 
         pynvml.nvmlInit()
         handle = pynvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device())
-        mine = [one for one in pynvml.nvmlDeviceGetComputeRunningProcesses(handle) if one.pid == os.getpid()]
-        if mine and mine[0].usedGpuMemory:
-            used["process_used"] = mine[0].usedGpuMemory
+        own = [process for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle) if process.pid == os.getpid()]
+        if own and own[0].usedGpuMemory:
+            used["process_used"] = own[0].usedGpuMemory
     except Exception as error:  # NVML is missing or not permitted on this machine.
         used["nvml"] = str(error).splitlines()[0]
     return used
@@ -146,7 +146,7 @@ def run(torch, step, device, *, warm_up, steps):
     out = {"steps": max(0, done - warm_up), "warm_up": min(done, warm_up), "oom": refused}
     if refused is None:
         out["wall_ms"] = 1e3 * (ended - began) / steps
-        out["host_ms"] = [round(one, 4) for one in host]
+        out["host_ms"] = [round(ms, 4) for ms in host]
         if on_gpu:
             out["device_ms"] = [round(first.elapsed_time(second), 4) for first, second in itertools.pairwise(marks)]
         out["ms"] = statistics.median(out.get("device_ms") or host)

@@ -169,7 +169,7 @@ def generate(device, seed, *, layers=12, width=1024, heads=16, rows=(4, 48), pro
     def step(number):
         batch, prompt, count = draw.randint(*rows), draw.randint(*prompts), draw.randint(*tokens)
         text = torch.randint(model.words.num_embeddings, (batch, prompt), generator=generator).to(device)
-        caches, said = [None] * layers, 0.0
+        caches, score = [None] * layers, 0.0
         x = model.words(text) + model.places(torch.arange(prompt, device=device))
         for token in range(count):
             for index, block in enumerate(model.blocks):
@@ -182,9 +182,9 @@ def generate(device, seed, *, layers=12, width=1024, heads=16, rows=(4, 48), pro
                 x = x + block.project(attended.transpose(1, 2).reshape(batch, -1, width))
                 x = x + block.mlp(block.before_mlp(x))
             logits = model.last(x[:, -1:]) @ model.words.weight.T
-            said = logits.float().square().mean()
+            score = logits.float().square().mean()
             x = model.words(logits.argmax(-1)) + model.places.weight[min(longest - 1, prompt + token)]
-        return said
+        return score
 
     return step
 

@@ -58,8 +58,8 @@ def main():
     for number in range(WARM_UP):
         step(number)
     torch.cuda.synchronize()
-    told = {"ready": torch.__version__, "python": sys.version.split()[0], "gpu": torch.cuda.get_device_name()}
-    print(json.dumps(told), flush=True)
+    report = {"ready": torch.__version__, "python": sys.version.split()[0], "gpu": torch.cuda.get_device_name()}
+    print(json.dumps(report), flush=True)
     for line in sys.stdin:
         steps = int(line)
         start = time.perf_counter()
@@ -71,9 +71,9 @@ def main():
         return
     start = time.perf_counter()
     (file,) = began.write(began.path, last=True)
-    (told,) = began.recorder.files()
+    (snapshot,) = began.recorder.files()
     took = time.perf_counter() - start
-    ended = {"events": told.events, "bytes": os.path.getsize(file), "end_s": took}
+    ended = {"events": snapshot.events, "bytes": os.path.getsize(file), "end_s": took}
     print(json.dumps(ended | {"rss": int(Path("/proc/self/statm").read_text().split()[1]) * 4096}), flush=True)
 
 

@@ -96,9 +96,9 @@ def main():
             one["arrays"] = arrays(cupy) == expected
             cupy.cuda.set_allocator(None)
         if (inside := getattr(own, "vramlab", None)) is not None:
-            told = inside.stats()
+            stats = inside.stats()
             one |= {
-                key: told.get(key)
+                key: stats.get(key)
                 for key in ("reserved_bytes.all.peak", "allocated_bytes.all.peak", "allocated_bytes.all.current")
             }
             # Each block was freed.
