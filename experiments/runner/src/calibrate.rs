@@ -193,10 +193,10 @@ pub(crate) fn calibrate(args: &CalibrateArgs) -> Result<()> {
     // Open the outputs before the minutes that measuring takes.
     let begin = |path: &PathBuf| OutputFile::create(path, Existing::Replace);
     let (out, measurements) = (begin(&args.out)?, args.measurements.as_ref().map(begin).transpose()?);
-    let found = measure_device(&args.device, profile::read(args.profile.as_deref())?, &args.source)?;
-    profile::write(&found.profile, out)?;
-    measurements.map_or(Ok(()), |out| found.measurements.write(out))?;
-    found.measurements.page(&args.out).print()
+    let calibration = measure_device(&args.device, profile::read(args.profile.as_deref())?, &args.source)?;
+    profile::write(&calibration.profile, out)?;
+    measurements.map_or(Ok(()), |out| calibration.measurements.write(out))?;
+    calibration.measurements.page(&args.out).print()
 }
 
 /// Measures a device; `sim` is the one of the base profile.
@@ -252,31 +252,31 @@ mod tests {
         // No call contains the program's host time, so calibration cannot measure it and keeps it.
         let base = Profile { program_ns_per_call: 500, ..Profile::h200() };
         let calibration = measure_device(&DeviceName::Sim(None), base.clone(), "test").unwrap();
-        let found = calibration.profile;
-        assert_eq!((found.program_ns_per_call, found.l2_bytes), (500, base.l2_bytes));
-        let near = |what: &str, found: u64, truth: u64| {
-            assert!(found.abs_diff(truth) <= truth / 50 + 2, "{what}: {found} instead of {truth}");
+        let profile = calibration.profile;
+        assert_eq!((profile.program_ns_per_call, profile.l2_bytes), (500, base.l2_bytes));
+        let near = |what: &str, actual: u64, truth: u64| {
+            assert!(actual.abs_diff(truth) <= truth / 50 + 2, "{what}: {actual} instead of {truth}");
         };
-        assert!(found.plain.free_drains_device);
-        near("alloc in page", found.plain.alloc_in_page_ns, base.plain.alloc_in_page_ns);
-        near("free in page", found.plain.free_in_page_ns, base.plain.free_in_page_ns);
+        assert!(profile.plain.free_drains_device);
+        near("alloc in page", profile.plain.alloc_in_page_ns, base.plain.alloc_in_page_ns);
+        near("free in page", profile.plain.free_in_page_ns, base.plain.free_in_page_ns);
         for bytes in PAGE_SIZES {
-            near("alloc", found.plain.alloc_ns.at(bytes), base.plain.alloc_ns.at(bytes));
-            near("free", found.plain.free_ns.at(bytes), base.plain.free_ns.at(bytes));
+            near("alloc", profile.plain.alloc_ns.at(bytes), base.plain.alloc_ns.at(bytes));
+            near("free", profile.plain.free_ns.at(bytes), base.plain.free_ns.at(bytes));
         }
-        let (pool, truth) = (found.pool.unwrap(), base.pool.unwrap());
+        let (pool, truth) = (profile.pool.unwrap(), base.pool.unwrap());
         assert_eq!(pool.granule_bytes, truth.granule_bytes);
         near("pool alloc", pool.alloc_ns, truth.alloc_ns);
         near("pool free", pool.free_ns, truth.free_ns);
         near("pool stream time", pool.stream_ns, truth.stream_ns);
         near("grow", pool.grow_ns_per_granule, truth.grow_ns_per_granule);
         near("release", pool.release_ns_per_granule, truth.release_ns_per_granule);
-        let (queues, truth) = (found.queues, base.queues);
+        let (queues, truth) = (profile.queues, base.queues);
         near("launch", queues.launch_ns, truth.launch_ns);
         near("start latency", queues.start_latency_ns, truth.start_latency_ns);
         near("synchronise", queues.stream_synchronize_ns, truth.stream_synchronize_ns);
         assert!(queues.depth.abs_diff(truth.depth) <= 1, "depth {}", queues.depth);
-        let (copies, truth) = (found.copies, base.copies);
+        let (copies, truth) = (profile.copies, base.copies);
         for bytes in COPY_SIZES {
             near("pageable", copies.pageable_to_device_ns.at(bytes), truth.pageable_to_device_ns.at(bytes));
             near("copy", copies.to_device_ns.at(bytes), truth.to_device_ns.at(bytes));
@@ -285,7 +285,7 @@ mod tests {
         for bytes in MAPPING_SIZES {
             near(
                 "create",
-                found.vmm.as_ref().unwrap().create_ns.at(bytes),
+                profile.vmm.as_ref().unwrap().create_ns.at(bytes),
                 base.vmm.as_ref().unwrap().create_ns.at(bytes),
             );
         }
@@ -298,8 +298,8 @@ mod tests {
         let engine = Engine::Sim(Arc::new(SimDriver::new(profile.clone(), vramlab::SimMemory::Host)));
         let calls = measure::measure(&Bench::new(engine).unwrap(), &|_| ()).unwrap();
         let of = |call: &str, condition: Condition, bytes: Option<u64>| {
-            let found = calls.iter().find(|row| (row.call, row.condition, row.bytes) == (call, condition, bytes));
-            found.unwrap_or_else(|| panic!("{call} {condition:?} {bytes:?} is missing"))
+            let call_row = calls.iter().find(|row| (row.call, row.condition, row.bytes) == (call, condition, bytes));
+            call_row.unwrap_or_else(|| panic!("{call} {condition:?} {bytes:?} is missing"))
         };
         for row in &calls {
             let ordered = [row.min_ns, row.p50_ns, row.p90_ns, row.p99_ns, row.max_ns].is_sorted();

@@ -91,8 +91,8 @@ pub(crate) fn campaign(args: &CampaignArgs) -> Result<()> {
     }
     let chosen = parts::chosen(parts::read(args.file.as_deref())?, &args.parts)?;
     let out = std::path::absolute(&args.out).with_context(|| format!("{} is no folder", args.out.display()))?;
-    let mut done = finished(&out)?;
-    let planned = plan(&chosen, &done, &out, args.budget)?;
+    let mut completed = finished(&out)?;
+    let planned = plan(&chosen, &completed, &out, args.budget)?;
     if args.plan {
         return if args.json { terminal::print_json(&planned) } else { page(&planned).print() };
     }
@@ -120,13 +120,13 @@ pub(crate) fn campaign(args: &CampaignArgs) -> Result<()> {
         let (code, took) = run(part, &out, budget)?;
         match code {
             0 => {
-                let told = Finished {
+                let record = Finished {
                     finished_at: trainer::provenance::now(),
                     took_s: took.as_secs_f64(),
                     provenance: serde_json::to_value(provenance())?,
                 };
-                done.insert(part.name.clone(), told);
-                write_json(&out.join(DONE), &done)?;
+                completed.insert(part.name.clone(), record);
+                write_json(&out.join(DONE), &completed)?;
             }
             BUDGET => left.push(part.name.as_str()),
             130 | 143 => return Err(RuntimeFailure::with_code(code, format!("{} was interrupted", part.name)).into()),
@@ -243,37 +243,37 @@ fn page(planned: &[Planned]) -> Page {
     let table = table(
         planned,
         &[
-            (Column::left("part"), &|one| Cell::from(&one.part)),
-            (Column::left("needs"), &|one| Cell::or_dash(Some(needs(one)).filter(|needs| !needs.is_empty()))),
-            (Column::right("seconds"), &|one| Cell::or_dash(seconds(one))),
-            (Column::left("state"), &|one| Cell::from(state(one))),
-            (Column::text("read by"), &|one| Cell::from(one.documents.join(", "))),
+            (Column::left("part"), &|part| Cell::from(&part.part)),
+            (Column::left("needs"), &|part| Cell::or_dash(Some(needs(part)).filter(|needs| !needs.is_empty()))),
+            (Column::right("seconds"), &|part| Cell::or_dash(seconds(part))),
+            (Column::left("state"), &|part| Cell::from(state(part))),
+            (Column::text("read by"), &|part| Cell::from(part.documents.join(", "))),
         ],
     );
     let mut page = Page::stdout();
     page.table(&table);
     page.note("seconds: the last call here, else the runs of the kept records; — where no record says it");
     page.gap();
-    planned.iter().for_each(|one| page.line(format!("{}: {}", one.part, one.command.join(" "))));
+    planned.iter().for_each(|part| page.line(format!("{}: {}", part.part, part.command.join(" "))));
     page
 }
 
 fn differences(found: &[Difference]) -> Page {
     let mut page = Page::stdout();
     let mut by_part: BTreeMap<&str, Vec<&Difference>> = BTreeMap::new();
-    found.iter().for_each(|one| by_part.entry(&one.part).or_default().push(one));
+    found.iter().for_each(|difference| by_part.entry(&difference.part).or_default().push(difference));
     if by_part.is_empty() {
         page.line("No new record has a kept one beside it.");
     }
     for (part, all) in by_part {
-        let (same, apart): (Vec<&Difference>, Vec<&Difference>) =
-            all.into_iter().partition(|one| one.distance() <= SAME);
+        let (same, changed): (Vec<&Difference>, Vec<&Difference>) =
+            all.into_iter().partition(|difference| difference.distance() <= SAME);
         page.title(format!(
             "{part}: {} of {} figures are as they were, within 1 %",
             same.len(),
-            same.len() + apart.len()
+            same.len() + changed.len()
         ));
-        if apart.is_empty() {
+        if changed.is_empty() {
             continue;
         }
         let number = |value: Option<f64>| {
@@ -282,7 +282,7 @@ fn differences(found: &[Difference]) -> Page {
             )
         };
         let table = table(
-            apart.iter().take(SHOWN).copied(),
+            changed.iter().take(SHOWN).copied(),
             &[
                 (Column::text("figure"), &|one: &Difference| Cell::from(&one.figure)),
                 (Column::right("kept"), &|one: &Difference| number(one.kept)),
@@ -293,8 +293,8 @@ fn differences(found: &[Difference]) -> Page {
             ],
         );
         page.table(&table);
-        if apart.len() > SHOWN {
-            page.note(format!("{} more; --json has all", apart.len() - SHOWN));
+        if changed.len() > SHOWN {
+            page.note(format!("{} more; --json has all", changed.len() - SHOWN));
         }
     }
     page

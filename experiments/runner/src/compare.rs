@@ -284,7 +284,7 @@ fn end(rows: &[Row], common: &[OsString], page: &mut Page) {
     } else {
         format!("its host waits for {:.0} % of an epoch, most in {}", 100.0 * slowest.blocked_share, slowest.blocked_in)
     };
-    let found = if rows.len() == 1 {
+    let title = if rows.len() == 1 {
         format!("'{}' takes {:.2} driver calls a batch; {waits}.", fastest.arm, fastest.driver_calls_per_batch)
     } else {
         let times = |row: &Row| format!("{:.2}", row.step_s / fastest.step_s);
@@ -303,5 +303,5 @@ fn end(rows: &[Row], common: &[OsString], page: &mut Page) {
     let options = common.iter().map(|option| quoted(&option.to_string_lossy())).collect::<Vec<_>>().join(" ");
     // Only the allocator's name was removed from the variant's options.
     let arm = if slowest.arm.starts_with("--") { slowest.arm.clone() } else { format!("--alloc {}", slowest.arm) };
-    page.end(found, &command("trainer", format!("{arm} {options} --log-driver-calls").replace("  ", " ").trim()));
+    page.end(title, &command("trainer", format!("{arm} {options} --log-driver-calls").replace("  ", " ").trim()));
 }

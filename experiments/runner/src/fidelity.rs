@@ -307,12 +307,12 @@ fn page(report: &Report) -> Page {
         100.0 * SAME_CALLS
     ));
     let within = report.cells.iter().filter(|row| row.within).count();
-    let found = format!(
+    let title = format!(
         "{within} of {} cells are as measured; the largest difference of a step's time is {:.1} %.",
         report.cells.len(),
         100.0 * report.worst
     );
-    page.end(found, &command("experiments", "compare --device sim"));
+    page.end(title, &command("experiments", "compare --device sim"));
     page
 }
 

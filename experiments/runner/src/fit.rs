@@ -241,14 +241,14 @@ pub(crate) fn fit_kernels(args: &FitArgs) -> Result<()> {
     profile::write(&profile, OutputFile::create(&args.out, Existing::Replace)?)?;
     let mut page = Page::stdout();
     page.table(&table);
-    let found = format!(
+    let title = format!(
         "The costs of {} kernels went to {}; the worst misses a timing by {}.",
         fits.len(),
         args.out.display(),
         percent(off, 0)
     );
     let next = format!("fidelity --profile {}", quoted(&args.out.to_string_lossy()));
-    page.end(found, &command("experiments", &next));
+    page.end(title, &command("experiments", &next));
     page.print()
 }
 

@@ -86,16 +86,16 @@ pub(crate) fn fit_program(args: &ProgramArgs) -> Result<()> {
 /// profile, become zero.
 fn program(rows: &[Row]) -> Program {
     // CAST: nanoseconds far below 2^53.
-    let whole = |ns: f64| ns.round().max(0.0) as u64;
+    let rounded = |ns: f64| ns.round().max(0.0) as u64;
     // CAST: a count of cells.
     let mean = |of: &dyn Fn(&Row) -> f64| rows.iter().map(of).sum::<f64>() / rows.len() as f64;
     let (share, beyond) = (mean(&|row| row.memory), mean(&|row| row.beyond));
     let spread = mean(&|row| (row.memory - share).powi(2));
     if spread.sqrt() < APART {
-        return Program { call: whole(beyond), memory_call: None };
+        return Program { call: rounded(beyond), memory_call: None };
     }
     let slope = mean(&|row| (row.memory - share) * (row.beyond - beyond)) / spread;
-    let at = |memory: f64| whole(beyond + slope * (memory - share));
+    let at = |memory: f64| rounded(beyond + slope * (memory - share));
     Program { call: at(0.0), memory_call: Some(at(1.0)) }
 }
 
@@ -195,9 +195,9 @@ mod tests {
             ("waits".to_owned(), vec![run(launch, 9000.0, 0.5)]),
         ]);
         let rows = host_bound(&cells, &profile);
-        let found: Vec<(&str, f64, f64)> =
+        let fitted: Vec<(&str, f64, f64)> =
             rows.iter().map(|row| (row.cell.as_str(), row.between.round(), row.beyond.round())).collect();
-        assert_eq!(found, [("quick", 400.0, 400.0), ("slow calls", 600.0, 800.0)]);
+        assert_eq!(fitted, [("quick", 400.0, 400.0), ("slow calls", 600.0, 800.0)]);
         assert_eq!(program(&rows), Program { call: 600, memory_call: None });
     }
 

@@ -21,8 +21,8 @@ const STAMP: &str = ".unpacked";
 /// A file or directory of `experiments/`, if it exists: below the current directory, else in the sources of this
 /// build.
 pub(crate) fn find(name: &str) -> Option<PathBuf> {
-    let own = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let folders = [Some(Path::new("experiments")), own.parent()];
+    let manifest = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let folders = [Some(Path::new("experiments")), manifest.parent()];
     folders.into_iter().flatten().map(|folder| folder.join(name)).find(|path| path.exists())
 }
 
@@ -200,8 +200,8 @@ mod tests {
     #[test]
     fn an_archive_writes_nothing_outside_of_its_folder() {
         use tar::EntryType::{Directory, Link, Regular, Symlink};
-        let place = tempfile::tempdir().unwrap();
-        let (results, outside) = (place.path().join("results"), place.path().join("outside"));
+        let temp_dir = tempfile::tempdir().unwrap();
+        let (results, outside) = (temp_dir.path().join("results"), temp_dir.path().join("outside"));
         fs::create_dir(&results).unwrap();
         fs::create_dir(&outside).unwrap();
         fs::write(outside.join("file"), "kept").unwrap();
@@ -229,22 +229,22 @@ mod tests {
 
     #[test]
     fn the_newest_record_is_the_last_label_of_its_device() {
-        let place = tempfile::tempdir().unwrap();
+        let temp_dir = tempfile::tempdir().unwrap();
         let labels = ["2026-01-01-sim", "2026-01-02-sim", "2026-01-03-h200", "2026-01-04-h100-resim", ".x.partial"];
         for label in labels {
-            fs::create_dir_all(place.path().join(label).join("width")).unwrap();
+            fs::create_dir_all(temp_dir.path().join(label).join("width")).unwrap();
         }
-        fs::create_dir(place.path().join("2026-01-05-h200")).unwrap();
-        fs::write(place.path().join("2026-01-03-h200.tar.xz"), "").unwrap();
-        fs::write(place.path().join("2026-01-03-h200-a.jsonl"), "").unwrap();
+        fs::create_dir(temp_dir.path().join("2026-01-05-h200")).unwrap();
+        fs::write(temp_dir.path().join("2026-01-03-h200.tar.xz"), "").unwrap();
+        fs::write(temp_dir.path().join("2026-01-03-h200-a.jsonl"), "").unwrap();
         let newest = |device: &str| {
-            let path = newest(place.path(), device, Path::new("width"), Path::exists).unwrap()?;
+            let path = newest(temp_dir.path(), device, Path::new("width"), Path::exists).unwrap()?;
             path.parent()?.file_name()?.to_str().map(str::to_owned)
         };
         assert_eq!(newest("sim").as_deref(), Some(labels[1]));
         assert_eq!(newest(GPU).as_deref(), Some(labels[2]), "the newest label has no such record");
         assert_eq!(newest("resim").as_deref(), Some(labels[3]));
-        let records = records(place.path()).unwrap();
+        let records = records(temp_dir.path()).unwrap();
         let files: Vec<&str> =
             records.iter().filter(|record| record.device.is_none()).map(|record| record.name.as_str()).collect();
         assert_eq!(files, ["2026-01-03-h200-a.jsonl"]);
@@ -253,22 +253,22 @@ mod tests {
 
     #[test]
     fn archives_are_unpacked_once_and_nothing_is_overwritten() {
-        let place = tempfile::tempdir().unwrap();
+        let temp_dir = tempfile::tempdir().unwrap();
         let mut tar = tar::Builder::new(liblzma::write::XzEncoder::new(Vec::new(), 1));
         let mut header = tar::Header::new_gnu();
         header.set_size(4);
         header.set_mode(0o644);
         tar.append_data(&mut header, "label/width/runs", b"text".as_slice()).unwrap();
-        let archive = place.path().join("label.tar.xz");
+        let archive = temp_dir.path().join("label.tar.xz");
         fs::write(&archive, tar.into_inner().unwrap().finish().unwrap()).unwrap();
-        let again = || unpack(&archive, place.path(), "label");
+        let again = || unpack(&archive, temp_dir.path(), "label");
         std::thread::scope(|scope| {
             let threads = [(); 4].map(|()| scope.spawn(again));
             threads.into_iter().for_each(|thread| thread.join().unwrap().unwrap());
         });
-        let folder = place.path().join("label");
+        let folder = temp_dir.path().join("label");
         assert_eq!(fs::read_to_string(folder.join("width/runs")).unwrap(), "text");
-        assert_eq!(fs::read_dir(place.path()).unwrap().count(), 2, "no temporary folder is left");
+        assert_eq!(fs::read_dir(temp_dir.path()).unwrap().count(), 2, "no temporary folder is left");
         fs::write(folder.join(STAMP), "another archive's").unwrap();
         assert!(again().unwrap_err().to_string().contains("holds something else"));
         fs::remove_dir_all(&folder).unwrap();

@@ -63,9 +63,9 @@ pub(crate) fn truth(args: &TruthArgs) -> Result<()> {
     let build = build();
     let bar = Bar::new(chosen.len() as u64, "{bar:30} {pos}/{len} {wide_msg} [{elapsed} left {eta}]");
     let mut pairs = Vec::new();
-    for one in &chosen {
-        bar.message(one.0);
-        pairs.extend(predicted(*one, &runs.all, &build)?);
+    for run in &chosen {
+        bar.message(run.0);
+        pairs.extend(predicted(*run, &runs.all, &build)?);
         bar.advance(1);
     }
     bar.clear();
@@ -92,8 +92,9 @@ pub(crate) fn truth(args: &TruthArgs) -> Result<()> {
     if !compares {
         return Ok(());
     }
-    let kept = repository::find(KEPT).ok_or_else(|| anyhow!("experiments/{KEPT} is not here; write it: {AGAIN}"))?;
-    compare(&pairs, &read(&kept)?, &chosen.iter().map(|one| one.0).collect())
+    let committed =
+        repository::find(KEPT).ok_or_else(|| anyhow!("experiments/{KEPT} is not here; write it: {AGAIN}"))?;
+    compare(&pairs, &read(&committed)?, &chosen.iter().map(|run| run.0).collect())
 }
 
 fn one_or(count: usize, one: &'static str, more: &'static str) -> &'static str {

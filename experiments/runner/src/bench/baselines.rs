@@ -31,8 +31,8 @@ pub(crate) fn find(named: Option<&Path>) -> Result<PathBuf> {
             )
         };
     }
-    let found = repository::find("pytorch/baselines").filter(|folder| folder.join(PROGRAM).is_file());
-    found.context(
+    let directory = repository::find("pytorch/baselines").filter(|folder| folder.join(PROGRAM).is_file());
+    directory.context(
         "the baseline programs are not here; name their folder (experiments/pytorch/baselines) with --baselines-dir",
     )
 }

@@ -170,22 +170,22 @@ pub(crate) struct Named {
 /// Without a list and without the directory the result is empty.
 pub(crate) fn read_histories(named: &[PathBuf]) -> Result<Vec<Named>> {
     let files = if named.is_empty() { beside_the_sources() } else { named.to_vec() };
-    let mut found: Vec<Named> = Vec::new();
+    let mut recordings: Vec<Named> = Vec::new();
     for file in &files {
         let name = name_of(file);
         if name.is_empty() {
             bail!("{}: has no name that a case could have", file.display());
         }
-        if found.iter().any(|other| other.name == name) {
+        if recordings.iter().any(|other| other.name == name) {
             bail!("{}: another history is called {name} too; rename one", file.display());
         }
         let calls = RecordedCalls::new(&vramlab_cli::read_history(file)?);
         if calls.allocations() == 0 {
             bail!("{}: there is no allocation in it", file.display());
         }
-        found.push(Named { name, calls });
+        recordings.push(Named { name, calls });
     }
-    Ok(found)
+    Ok(recordings)
 }
 
 /// A case's name for a recording: letters, digits, `-` and `_` of the file's name up to its first dot.

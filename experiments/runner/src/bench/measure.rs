@@ -295,8 +295,8 @@ impl PerStream {
 
     /// The allocator that began a capture; for an unknown capture the first, which refuses it.
     fn capturing(&self, capture: CaptureId) -> &dyn DeviceAllocator {
-        let place = lock(&self.captures).get(&capture).copied().unwrap_or(0);
-        self.allocators[place].1.as_ref()
+        let index = lock(&self.captures).get(&capture).copied().unwrap_or(0);
+        self.allocators[index].1.as_ref()
     }
 
     /// The pools, one per allocator, behind a pool.

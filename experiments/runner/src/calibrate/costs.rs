@@ -18,14 +18,14 @@ const BLOCK: u64 = 196 << 10;
 
 /// The costs of a profile, except those of kernels. `memory` describes the device before the first measurement.
 pub(super) fn costs(bench: &Bench, memory: MemInfo, calls: &[Measurement], base: Profile) -> Result<Profile> {
-    let held = bench.large.1 * 4;
+    let live_bytes = bench.large.1 * 4;
     let pool = match &base.pool {
         Some(pool) => bench.pool(pool).context("pools")?,
         None => None,
     };
     Ok(Profile {
         total_bytes: memory.total,
-        context_bytes: memory.total - memory.free - held.next_multiple_of(base.plain.page_bytes),
+        context_bytes: memory.total - memory.free - live_bytes.next_multiple_of(base.plain.page_bytes),
         plain: bench.plain(&base.plain, calls).context("plain memory")?,
         pool,
         vmm: bench.vmm(calls).context("virtual memory")?,
@@ -63,14 +63,14 @@ impl Bench {
         let keep = driver.mem_alloc(1024)?;
         let (mut allocs, mut frees) = (Vec::new(), Vec::new());
         for _ in 0..REPEATS {
-            let mut held = Vec::new();
+            let mut live = Vec::new();
             for _ in 0..8 {
                 self.fill(1)?;
                 let (ns, addr) = self.time(|| driver.mem_alloc(BLOCK))?;
                 allocs.push(ns);
-                held.push(addr);
+                live.push(addr);
             }
-            for addr in held {
+            for addr in live {
                 self.fill(1)?;
                 self.settle()?;
                 frees.push(self.time(|| free(addr))?.0);

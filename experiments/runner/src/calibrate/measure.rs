@@ -128,9 +128,9 @@ impl<'a> Calls<'a> {
     pub(crate) fn new(bench: &'a Bench) -> Result<Self> {
         /// Duration of the kernel that ran during the reference measurements.
         const WANTED_NS: u64 = 2_000_000;
-        let whole = bench.device_ns(|| bench.fill(bench.large.1))?.max(1);
+        let full_ns = bench.device_ns(|| bench.fill(bench.large.1))?.max(1);
         // CAST: a share of a length; the product is below 2^53 by far.
-        let long = (bench.large.1 as f64 * (WANTED_NS as f64 / whole as f64).min(1.0)) as u64;
+        let long = (bench.large.1 as f64 * (WANTED_NS as f64 / full_ns as f64).min(1.0)) as u64;
         Ok(Self { bench, long: long.max(1), found: Vec::new() })
     }
 
@@ -207,8 +207,8 @@ impl<'a> Calls<'a> {
         }
         let keep = driver.mem_alloc(KIB)?;
         for bytes in IN_PAGE_SIZES {
-            let held = (Condition::IdleInPage, bytes);
-            self.pair(PLAIN, held, (IDLE, Beside::Idle), || driver.mem_alloc(bytes), free)?;
+            let in_page = (Condition::IdleInPage, bytes);
+            self.pair(PLAIN, in_page, (IDLE, Beside::Idle), || driver.mem_alloc(bytes), free)?;
         }
         Ok(free(keep)?)
     }

@@ -149,15 +149,15 @@ fn newest(pattern: &str) -> Result<Option<PathBuf>> {
 impl Part {
     /// The command with its placeholders filled.
     pub(super) fn words(&self, out: &Path, budget_s: f64) -> Result<Vec<String>> {
-        let own = repository::find(FILE).and_then(|path| Some(path.parent()?.to_owned()));
-        let own = own.unwrap_or_else(|| PathBuf::from("experiments"));
+        let directory = repository::find(FILE).and_then(|path| Some(path.parent()?.to_owned()));
+        let directory = directory.unwrap_or_else(|| PathBuf::from("experiments"));
         let made = Some(out.join(PROFILE)).filter(|path| path.exists());
-        let kept = || newest(&format!("*/{PROFILE}"));
-        let profile = made.map_or_else(kept, |made| Ok(Some(made)))?.unwrap_or_else(|| PathBuf::from(PROFILE));
+        let committed = || newest(&format!("*/{PROFILE}"));
+        let profile = made.map_or_else(committed, |made| Ok(Some(made)))?.unwrap_or_else(|| PathBuf::from(PROFILE));
         let python = std::env::var("PYTHON").unwrap_or_else(|_| "python3".to_owned());
         let fill = |word: &String| {
             word.replace("{out}", &out.to_string_lossy())
-                .replace("{experiments}", &own.to_string_lossy())
+                .replace("{experiments}", &directory.to_string_lossy())
                 .replace("{python}", &python)
                 .replace("{profile}", &profile.to_string_lossy())
                 // Budget in whole seconds, which every program can parse.

@@ -50,8 +50,8 @@ pub(super) fn read(path: &Path, key: &str) -> Result<Vec<Value>> {
     }
     if plain.ends_with(".jsonl") {
         // A killed call may have left an incomplete line, which the next one removes.
-        let whole = text.rfind('\n').map_or("", |end| &text[..end]);
-        return whole.lines().map(|line| serde_json::from_str(line).map_err(|error| broken(&error))).collect();
+        let complete = text.rfind('\n').map_or("", |end| &text[..end]);
+        return complete.lines().map(|line| serde_json::from_str(line).map_err(|error| broken(&error))).collect();
     }
     match serde_json::from_str(&text).map_err(|error| broken(&error))? {
         Value::Array(rows) => Ok(rows),
@@ -210,12 +210,13 @@ mod tests {
     #[test]
     fn medians_are_compared_by_what_they_are_about() {
         let row = |arm: &str, peak: f64| json!({"arm": arm, "options": {"n": 1}, "stats": {"reserved.peak": peak}});
-        let kept = [row("a", 10.0), row("a", 30.0), row("a", 20.0), row("b", 5.0), row("c", 1.0)];
+        let committed = [row("a", 10.0), row("a", 30.0), row("a", 20.0), row("b", 5.0), row("c", 1.0)];
         let new = [row("a", 40.0), row("b", 5.0), row("d", 1.0)];
-        let found = differences("part", &record(), &kept, &new);
-        let told: Vec<(&str, Option<f64>)> = found.iter().map(|one| (one.figure.as_str(), one.ratio)).collect();
+        let differing = differences("part", &record(), &committed, &new);
+        let ratios: Vec<(&str, Option<f64>)> =
+            differing.iter().map(|difference| (difference.figure.as_str(), difference.ratio)).collect();
         assert_eq!(
-            told,
+            ratios,
             [
                 ("c, n=1: reserved.peak", None),
                 ("d, n=1: reserved.peak", None),
@@ -234,8 +235,8 @@ mod tests {
 
     #[test]
     fn the_rows_of_a_document_may_have_another_key() {
-        let place = tempfile::tempdir().unwrap();
-        let path = place.path().join("a.json");
+        let temp_dir = tempfile::tempdir().unwrap();
+        let path = temp_dir.path().join("a.json");
         fs::write(&path, r#"{"rows": [1], "calls": [{"call": "a"}, {"call": "b"}]}"#).unwrap();
         let [rows, calls, none] = ["rows", "calls", "none"].map(|key| read(&path, key).unwrap().len());
         assert_eq!((rows, calls, none), (1, 2, 1), "without such a key the document is a row");
@@ -243,8 +244,8 @@ mod tests {
 
     #[test]
     fn a_line_that_was_cut_short_is_left_out_and_seconds_add_up() {
-        let place = tempfile::tempdir().unwrap();
-        let path = place.path().join("a.jsonl");
+        let temp_dir = tempfile::tempdir().unwrap();
+        let path = temp_dir.path().join("a.jsonl");
         fs::write(&path, "{\"took_s\": 1.5}\n{\"took_s\": 2.0}\n{\"took").unwrap();
         let rows = read(&path, "rows").unwrap();
         assert_eq!(seconds(&rows), Some(3.5));

@@ -26,7 +26,7 @@ use vramlab::input::{DOCUMENT, read_end, read_text};
 /// Interval between checks of a running process.
 const POLL: Duration = Duration::from_millis(5);
 /// Bytes read from the end of a program's output.
-const MOST_SAID: u64 = 64 << 10;
+const MOST_STDERR: u64 = 64 << 10;
 
 /// State shared by all runs of an experiment.
 #[derive(Debug)]
@@ -52,7 +52,7 @@ struct Ended {
     status: ExitStatus,
     wall: Duration,
     /// Its last line on stderr.
-    said: Option<String>,
+    message: Option<String>,
 }
 
 impl Experiment<'_> {
@@ -83,7 +83,7 @@ impl Experiment<'_> {
         let refused = run.program == Program::Inside && ended.status.code() == Some(OUT_OF_MEMORY);
         let error = (!ended.status.success() && !refused).then(|| {
             let how = format!("{} ended with {}", run.program.name(), ended.status);
-            ended.said.map_or_else(|| format!("{how} and said nothing"), |said| self.plain(&said))
+            ended.message.map_or_else(|| format!("{how} and printed no error"), |message| self.plain(&message))
         });
         let files = self.collect(&part, &line)?;
         let error = error.or_else(|| files.is_empty().then(|| "it left no result".to_owned()));
@@ -177,11 +177,11 @@ impl Experiment<'_> {
             output: Output::Record,
         };
         let ended = self.process(&line, &part)?;
-        let whole = self.planned.folder.join(name);
-        let moved = if ended.status.success() { std::fs::rename(&fresh, &whole) } else { Ok(()) };
-        moved.with_context(|| format!("cannot make {}", whole.display()))?;
+        let complete = self.planned.folder.join(name);
+        let moved = if ended.status.success() { std::fs::rename(&fresh, &complete) } else { Ok(()) };
+        moved.with_context(|| format!("cannot make {}", complete.display()))?;
         remove(&part)?;
-        Ok((!ended.status.success()).then(|| ended.said.unwrap_or_else(|| "the start file was not written".into())))
+        Ok((!ended.status.success()).then(|| ended.message.unwrap_or_else(|| "the start file was not written".into())))
     }
 
     fn record<'a>(&'a self, run: &'a Run, status: RunStatus, machine: Machine) -> RunRecord<'a> {
@@ -265,13 +265,13 @@ impl Experiment<'_> {
             return Err(Interrupted.into());
         }
         let wall = started.elapsed();
-        let said = read_end(&err, MOST_SAID).unwrap_or_default();
-        let text = String::from_utf8_lossy(&said);
+        let stderr = read_end(&err, MOST_STDERR).unwrap_or_default();
+        let text = String::from_utf8_lossy(&stderr);
         // If removing fails, the only effect is a leftover file.
         let _ = std::fs::remove_file(&err);
         let last = text.lines().rev().map(str::trim).find(|line| !line.is_empty());
-        let said = text.lines().rev().find_map(|line| line.strip_prefix("error: ")).or(last).map(str::to_owned);
-        Ok(Ended { status, wall, said })
+        let message = text.lines().rev().find_map(|line| line.strip_prefix("error: ")).or(last).map(str::to_owned);
+        Ok(Ended { status, wall, message })
     }
 
     /// Moves the retained files of the record next to `run.json`; returns their names.
@@ -279,14 +279,14 @@ impl Experiment<'_> {
         let folders = self.folders(part);
         let mut files = Vec::new();
         let record = part.join(RECORD);
-        let mut kept: Vec<(PathBuf, PathBuf)> =
+        let mut moves: Vec<(PathBuf, PathBuf)> =
             self.planned.source.spec.keep.iter().map(|name| (record.join(name), part.join(name))).collect();
         match line.output {
-            Output::Printed => kept = vec![(part.join(RESULT), part.join(RESULT))],
-            Output::Written => kept.push((part.join(RESULT), part.join(RESULT))),
+            Output::Printed => moves = vec![(part.join(RESULT), part.join(RESULT))],
+            Output::Written => moves.push((part.join(RESULT), part.join(RESULT))),
             Output::Record => {}
         }
-        for (from, to) in kept.iter().filter(|(from, _)| std::fs::metadata(from).is_ok_and(|file| file.len() > 0)) {
+        for (from, to) in moves.iter().filter(|(from, _)| std::fs::metadata(from).is_ok_and(|file| file.len() > 0)) {
             std::fs::rename(from, to).with_context(|| format!("cannot move {}", from.display()))?;
             if to.ends_with("summary.json") || to.ends_with(RESULT) {
                 let text = read_text(to, DOCUMENT).with_context(|| format!("cannot read {}", to.display()))?;

@@ -78,7 +78,7 @@ fn page(rows: &[Row], folder: Option<&Path>) -> Page {
     page.table(&table);
     let on_sim = || rows.iter().filter_map(|row| Some((row.runs_sim?, row)));
     let word = if rows.len() == 1 { "question" } else { "questions" };
-    let found = format!("{} {word}, {} of which the simulated GPU answers.", rows.len(), on_sim().count());
+    let title = format!("{} {word}, {} of which the simulated GPU answers.", rows.len(), on_sim().count());
     let named = |name: &str| match folder {
         Some(folder) => format!("run {} --specs {}", quoted(name), quoted(&folder.to_string_lossy())),
         None => format!("run {}", quoted(name)),
@@ -86,7 +86,7 @@ fn page(rows: &[Row], folder: Option<&Path>) -> Page {
     // The fastest to answer without a GPU; if none can be, the first.
     let first = on_sim().min_by_key(|(runs, _)| *runs).map(|(_, row)| format!("{} --device sim", named(&row.name)));
     match first.or_else(|| rows.first().map(|row| named(&row.name))) {
-        Some(next) => page.end(found, &command("experiments", &next)),
+        Some(next) => page.end(title, &command("experiments", &next)),
         None => page.title("There is no spec in this folder."),
     }
     page

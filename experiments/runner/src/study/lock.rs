@@ -128,8 +128,8 @@ pub(crate) fn lock(folder: &Path, shard: Option<Shard>) -> Result<Option<Lock>> 
     std::fs::create_dir_all(out).with_context(|| format!("cannot make {}", out.display()))?;
     let Some(_gate) = gate(folder)? else { return Ok(None) };
     let Some(found) = look(folder)? else { return Ok(None) };
-    let held: Vec<Option<Shard>> = found.iter().filter(|found| found.held).map(|found| found.shard).collect();
-    if let Some(who) = in_the_way(&held, shard) {
+    let locked: Vec<Option<Shard>> = found.iter().filter(|found| found.held).map(|found| found.shard).collect();
+    if let Some(who) = in_the_way(&locked, shard) {
         bail!(
             "another run is at work in {}{who}; wait until it has ended, or choose another folder with -o",
             folder.display()
@@ -280,8 +280,8 @@ mod tests {
 
     #[test]
     fn a_lock_is_held_once_and_leaves_nothing() {
-        let place = tempfile::TempDir::new().unwrap();
-        let (folder, other) = (place.path().join("out/one"), place.path().join("out/two"));
+        let temp_dir = tempfile::TempDir::new().unwrap();
+        let (folder, other) = (temp_dir.path().join("out/one"), temp_dir.path().join("out/two"));
         let held = lock(&folder, None).unwrap().unwrap();
         let text = refused(&folder, None);
         assert!(text.starts_with("another run is at work in") && text.contains("-o"), "{text}");
@@ -289,16 +289,16 @@ mod tests {
         drop(held);
         drop(lock(&folder, None).unwrap().unwrap());
         // A file as killed runners leave it.
-        std::fs::write(place.path().join("out/.one.lock"), "").unwrap();
-        std::fs::write(place.path().join("out/.one.2-of-3.lock"), "").unwrap();
+        std::fs::write(temp_dir.path().join("out/.one.lock"), "").unwrap();
+        std::fs::write(temp_dir.path().join("out/.one.2-of-3.lock"), "").unwrap();
         drop(lock(&folder, None).unwrap().unwrap());
-        assert_eq!(std::fs::read_dir(place.path().join("out")).unwrap().count(), 0);
+        assert_eq!(std::fs::read_dir(temp_dir.path().join("out")).unwrap().count(), 0);
     }
 
     #[test]
     fn shards_of_one_count_share_a_folder() {
-        let place = tempfile::TempDir::new().unwrap();
-        let folder = place.path().join("one");
+        let temp_dir = tempfile::TempDir::new().unwrap();
+        let folder = temp_dir.path().join("one");
         let held: Vec<Lock> = ["1/4", "3/4", "4/4"].map(|text| lock(&folder, shard(text)).unwrap().unwrap()).into();
         for (new, words) in [
             (None, ", on shard 1/4, 3/4, 4/4; "),
@@ -309,24 +309,24 @@ mod tests {
             assert!(text.contains(words) && text.starts_with("another run is at work in"), "{text}");
         }
         // A directory next to it whose name begins alike.
-        drop(lock(&place.path().join("one.2-of-9"), None).unwrap().unwrap());
+        drop(lock(&temp_dir.path().join("one.2-of-9"), None).unwrap().unwrap());
         drop(held);
         let whole = lock(&folder, None).unwrap().unwrap();
         assert!(refused(&folder, shard("1/4")).contains(", on all of its runs; "));
         drop(whole);
         drop(lock(&folder, shard("2/3")).unwrap().unwrap());
-        assert_eq!(std::fs::read_dir(place.path()).unwrap().count(), 0);
+        assert_eq!(std::fs::read_dir(temp_dir.path()).unwrap().count(), 0);
     }
 
     #[test]
     fn who_is_at_work_is_told_from_who_was() {
-        let place = tempfile::TempDir::new().unwrap();
-        let folder = place.path().join("one");
+        let temp_dir = tempfile::TempDir::new().unwrap();
+        let folder = temp_dir.path().join("one");
         assert!(at_work(&folder).unwrap().unwrap().is_empty());
         let held = lock(&folder, shard("2/3")).unwrap().unwrap();
-        std::fs::write(place.path().join(".one.1-of-3.lock"), "").unwrap();
+        std::fs::write(temp_dir.path().join(".one.1-of-3.lock"), "").unwrap();
         for name in [".one.lock.part", ".one.x-of-3.lock", ".one.4-of-3.lock", "one.lock", ".two.lock"] {
-            std::fs::write(place.path().join(name), "").unwrap();
+            std::fs::write(temp_dir.path().join(name), "").unwrap();
         }
         let found = at_work(&folder).unwrap().unwrap();
         let of: Vec<(Option<Shard>, bool)> = found.iter().map(|found| (found.shard, found.held)).collect();
@@ -340,8 +340,8 @@ mod tests {
 
     #[test]
     fn of_many_that_come_and_go_one_has_it() {
-        let place = tempfile::TempDir::new().unwrap();
-        let (folder, inside) = (place.path().join("one"), AtomicU32::new(0));
+        let temp_dir = tempfile::TempDir::new().unwrap();
+        let (folder, inside) = (temp_dir.path().join("one"), AtomicU32::new(0));
         let had: u32 = std::thread::scope(|scope| {
             let contend = |sharded: bool| {
                 let (folder, inside) = (&folder, &inside);

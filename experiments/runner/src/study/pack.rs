@@ -113,8 +113,8 @@ pub(crate) fn pack(args: &PackArgs) -> Result<()> {
     if let Some(unused) = args.leave_out.iter().find(|left| !packing.found.contains(left)) {
         bail!("--leave-out {unused}: no run has that");
     }
-    let whole = packing.archive.into_inner().and_then(XzEncoder::finish);
-    whole.with_context(|| format!("cannot write {out}"))?.finish()?;
+    let finished = packing.archive.into_inner().and_then(XzEncoder::finish);
+    finished.with_context(|| format!("cannot write {out}"))?.finish()?;
     let mut page = Page::stdout();
     page.table(&table(
         &all,
@@ -144,9 +144,9 @@ impl<'a> Packing<'a> {
         for run in plan {
             let id = run["id"].as_str().filter(|id| is_plain(id));
             let id = id.with_context(|| format!("{}: a run has no id that names a folder", path.display()))?;
-            let own = folder.join(RUNS).join(id);
-            if own.exists() {
-                done += usize::from(self.run(&own, &format!("{RUNS}/{id}"), &mut files)?);
+            let run_folder = folder.join(RUNS).join(id);
+            if run_folder.exists() {
+                done += usize::from(self.run(&run_folder, &format!("{RUNS}/{id}"), &mut files)?);
             }
         }
         let runs = plan.len();

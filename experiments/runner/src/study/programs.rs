@@ -220,11 +220,11 @@ fn with_settings(alloc: &str, settings: &[(&str, String)]) -> String {
 
 /// The options of a run as arguments, its recording first. Settings of its allocator follow the allocator's name.
 fn arguments(run: &Run) -> Vec<String> {
-    let own = |name: &str| is_allocator_setting(run.program, name);
+    let is_setting = |name: &str| is_allocator_setting(run.program, name);
     let settings: Vec<(&str, String)> = run
         .options
         .iter()
-        .filter(|(name, _)| own(name))
+        .filter(|(name, _)| is_setting(name))
         .map(|(name, value)| (name.as_str(), value.to_string()))
         .collect();
     let mut out = Vec::new();
@@ -236,7 +236,7 @@ fn arguments(run: &Run) -> Vec<String> {
             out.extend((*value == OptionValue::Switch(true)).then(|| format!("--history={RECORD}/{HISTORY}")));
         } else if name == ALLOC {
             out.push(format!("--{ALLOC}={}", with_settings(&value.to_string(), &settings)));
-        } else if !own(name) {
+        } else if !is_setting(name) {
             out.extend(argument(run.program, name, value));
         }
     }

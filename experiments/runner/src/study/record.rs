@@ -203,15 +203,15 @@ pub(crate) fn experiments_in(folder: &Path) -> Result<Vec<PathBuf>> {
     if holds_experiment(folder) {
         return Ok(vec![folder.to_owned()]);
     }
-    let mut found = repository::entries(folder)?;
-    found.retain(|path| holds_experiment(path));
-    if found.is_empty() {
+    let mut experiments = repository::entries(folder)?;
+    experiments.retain(|path| holds_experiment(path));
+    if experiments.is_empty() {
         bail!(
             "{} holds no {EXPERIMENT}, nor does a folder in it; name what `experiments run` had as --out",
             folder.display()
         );
     }
-    Ok(found)
+    Ok(experiments)
 }
 
 /// Whether a name cannot lead to another directory.
@@ -303,8 +303,8 @@ mod tests {
 
     #[test]
     fn a_folder_that_is_written_to_can_be_removed() {
-        let place = tempfile::TempDir::new().unwrap();
-        let (folder, over) = (place.path().join("run"), AtomicBool::new(false));
+        let temp_dir = tempfile::TempDir::new().unwrap();
+        let (folder, over) = (temp_dir.path().join("run"), AtomicBool::new(false));
         std::thread::scope(|scope| {
             // Writes as a program does, in its working directory.
             scope.spawn(|| {

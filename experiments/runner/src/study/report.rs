@@ -58,13 +58,13 @@ pub(crate) fn cells(planned: &Planned, status: impl Fn(&Run) -> Option<RunStatus
         let mine: Vec<&Run> = runs.iter().filter(|run| run.cell == cell).collect();
         let Some(first) = mine.first() else { continue };
         let with = |wanted: RunStatus| mine.iter().filter(|run| status(run) == Some(wanted)).count();
-        let mut found: Vec<(&str, Figures)> = Vec::new();
+        let mut finished: Vec<(&str, Figures)> = Vec::new();
         for run in mine.iter().filter(|run| status(run) == Some(RunStatus::Done)) {
-            found.extend(figures::of_folder(&planned.run_folder(run))?.map(|figures| (run.id.as_str(), figures)));
+            finished.extend(figures::of_folder(&planned.run_folder(run))?.map(|figures| (run.id.as_str(), figures)));
         }
-        let values: Vec<f64> = found.iter().map(|(_, figures)| figures.value).collect();
+        let values: Vec<f64> = finished.iter().map(|(_, figures)| figures.value).collect();
         let of = |pick: fn(&Figures) -> Option<f64>| {
-            let all: Vec<f64> = found.iter().filter_map(|(_, figures)| pick(figures)).collect();
+            let all: Vec<f64> = finished.iter().filter_map(|(_, figures)| pick(figures)).collect();
             (!all.is_empty()).then(|| median(&all))
         };
         out.push(Cell {
@@ -78,7 +78,7 @@ pub(crate) fn cells(planned: &Planned, status: impl Fn(&Run) -> Option<RunStatus
             done: with(RunStatus::Done),
             failed: with(RunStatus::Failed),
             skipped: with(RunStatus::Skipped),
-            measure: found.first().map(|(_, figures)| figures.measure),
+            measure: finished.first().map(|(_, figures)| figures.measure),
             median: (!values.is_empty()).then(|| median(&values)),
             spread: spread(&values),
             blocked_share: of(|figures| figures.blocked_share),
@@ -86,7 +86,7 @@ pub(crate) fn cells(planned: &Planned, status: impl Fn(&Run) -> Option<RunStatus
             peak_reserved_bytes: of(|figures| figures.peak_reserved_bytes),
             utilisation: of(|figures| figures.utilisation),
             train_loss: of(|figures| figures.train_loss),
-            outliers: outliers(&values).into_iter().map(|at| found[at].0.to_owned()).collect(),
+            outliers: outliers(&values).into_iter().map(|at| finished[at].0.to_owned()).collect(),
         });
     }
     Ok(out)
@@ -173,7 +173,7 @@ pub(crate) fn closing(cells: &[Cell], out: &Path) -> Page {
         names => (format!("{} experiments", names.len()), out.clone()),
     };
     let open = tally([(failed, "failed"), (skipped, "skipped"), (planned - done - failed - skipped, "left")]);
-    let found = format!("{done} of {planned} runs of {what} are done{open}; the records are in {}.", folder.display());
+    let title = format!("{done} of {planned} runs of {what} are done{open}; the records are in {}.", folder.display());
     let next = if done == planned {
         names.first().map_or_else(String::new, |name| drawing(&out.join(name)))
     } else {
@@ -182,7 +182,7 @@ pub(crate) fn closing(cells: &[Cell], out: &Path) -> Page {
     let mut page = Page::stdout();
     // After the tables.
     page.line("");
-    page.line(found);
+    page.line(title);
     page.next(&next);
     page
 }

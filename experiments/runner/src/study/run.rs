@@ -212,8 +212,8 @@ fn dry_run(planned: &[Planned], device: &DeviceName, inputs: &Inputs, args: &Run
             let start = start_of(&planned.source.spec, run).map(|(name, _)| name);
             let command = programs::command_line(run, device, inputs, start.as_deref(), None);
             let command = command.map_or_else(|error| format!("skipped: {error}"), |line| line.shown.join(" "));
-            let done = !args.again && matches!(planned.status_of(run), Ok(Some(RunStatus::Done)));
-            let state = if done { "done" } else { "to do" };
+            let completed = !args.again && matches!(planned.status_of(run), Ok(Some(RunStatus::Done)));
+            let state = if completed { "done" } else { "to do" };
             table.row([planned.source.spec.name.clone(), run.id.clone(), state.to_owned(), command]);
         }
     }

@@ -121,14 +121,14 @@ struct Status {
 
 /// Prints the progress of the experiments in a directory.
 pub(crate) fn status(args: &StatusArgs) -> Result<()> {
-    let found = experiments_in(&args.folder)?.iter().map(|folder| of(folder)).collect::<Result<Vec<Status>>>()?;
+    let statuses = experiments_in(&args.folder)?.iter().map(|folder| of(folder)).collect::<Result<Vec<Status>>>()?;
     if args.json {
-        return terminal::print_json(&found);
+        return terminal::print_json(&statuses);
     }
     let mut page = Page::stdout();
-    page.table(&table(&found));
-    found.iter().flat_map(Status::notes).for_each(|note| page.line(note));
-    close(&mut page, &found);
+    page.table(&table(&statuses));
+    statuses.iter().flat_map(Status::notes).for_each(|note| page.line(note));
+    close(&mut page, &statuses);
     page.print()
 }
 

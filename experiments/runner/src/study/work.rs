@@ -40,21 +40,21 @@ pub(super) fn check_folder(planned: &Planned, device: &DeviceName) -> Result<()>
         }
         return Ok(());
     }
-    let found = read_json(&path)?;
-    if found["spec_sha256"].as_str() != Some(&planned.sha256) {
+    let experiment = read_json(&path)?;
+    if experiment["spec_sha256"].as_str() != Some(&planned.sha256) {
         bail!(
             "{} holds runs of another version of this spec; choose another folder with -o, or remove them with --again",
             folder.display()
         );
     }
-    let (other, device) = (found["device"].as_str().unwrap_or("another device"), programs::shown(device));
+    let (other, device) = (experiment["device"].as_str().unwrap_or("another device"), programs::shown(device));
     if other.parse().as_ref() != Ok(&device) {
         bail!(
             "{} holds runs on {other}, not on {device}; choose another folder with -o, or remove them with --again",
             folder.display()
         );
     }
-    if found["profile_sha256"].as_str() != planned.profile_sha256.as_deref() {
+    if experiment["profile_sha256"].as_str() != planned.profile_sha256.as_deref() {
         bail!(
             "{} holds runs on {other} when that file had another content; choose another folder with -o, or remove them \
              with --again",
@@ -227,8 +227,8 @@ fn make_starts(spec: &Spec, experiment: &Experiment<'_>, left: &mut Vec<&Run>, f
 fn warm_up(spec: &Spec, experiment: &Experiment<'_>, left: &[&Run], kind: DeviceKind) -> Result<()> {
     let times = spec.warm_up_on(kind);
     for _ in 0..times {
-        let mut seen = BTreeSet::new();
-        for run in left.iter().filter(|run| seen.insert(run.cell)) {
+        let mut cells = BTreeSet::new();
+        for run in left.iter().filter(|run| cells.insert(run.cell)) {
             let start = start_of(spec, run).map(|(name, _)| name);
             experiment.warm_up(run, start.as_deref())?;
         }

@@ -85,10 +85,10 @@ impl Runs {
                 "experiments/{RUNS} and experiments/{HISTORIES} are not here; change into the repository, or name folders"
             )
         };
-        let place = tempfile::Builder::new().prefix("histories-").tempdir()?;
+        let temp_dir = tempfile::Builder::new().prefix("histories-").tempdir()?;
         let damaged = || format!("{} is damaged; check it out anew", archive.display());
         let packed = fs::File::open(&archive).with_context(|| archive.display().to_string())?;
-        repository::unpack_into(packed, place.path()).with_context(damaged)?;
+        repository::unpack_into(packed, temp_dir.path()).with_context(damaged)?;
         // The repository's root: the record is two directories below `experiments`.
         let root = runs.ancestors().nth(3).unwrap_or(Path::new("."));
         let mut all = Vec::new();
@@ -97,7 +97,7 @@ impl Runs {
             let place_of = |error: &dyn std::fmt::Display| anyhow!("{}:{number}: {error}", runs.display());
             let mut run: Measured = serde_json::from_str(line).map_err(|error| place_of(&error))?;
             if let Some(name) = &run.recording {
-                let file = if name.contains('/') { root.join(name) } else { place.path().join(name) };
+                let file = if name.contains('/') { root.join(name) } else { temp_dir.path().join(name) };
                 if !file.is_file() {
                     return Err(place_of(&format!("there is no {name}; check the repository out anew")));
                 }
@@ -105,7 +105,7 @@ impl Runs {
             }
             all.push(run);
         }
-        Ok(Self { all, _place: Some(place) })
+        Ok(Self { all, _place: Some(temp_dir) })
     }
 
     /// The runs in the given directories.
@@ -156,8 +156,8 @@ fn run_of(path: &Path) -> Result<Option<Measured>> {
     let number = |key: &str| facts.get(key).or_else(|| facts.get("stats")?.get(key)).and_then(Value::as_u64);
     let Some(peak_reserved_bytes) = number("reserved_bytes.all.peak") else { return Ok(None) };
     let stem = path.file_stem().map(|stem| stem.to_string_lossy().into_owned()).unwrap_or_default();
-    let said = |key: &str| facts.get(key).and_then(Value::as_str).map(str::to_owned);
-    let config = said("config").unwrap_or_else(|| "default".to_owned());
+    let fact = |key: &str| facts.get(key).and_then(Value::as_str).map(str::to_owned);
+    let config = fact("config").unwrap_or_else(|| "default".to_owned());
     // Some files name the setting only in the run's name.
     let names_setting = |part: &str| part == config || ["default", "expandable"].contains(&part);
     let program: Vec<&str> = stem.split('.').filter(|part| !names_setting(part)).collect();
@@ -173,7 +173,7 @@ fn run_of(path: &Path) -> Result<Option<Measured>> {
     Ok(Some(Measured {
         program: program.join("."),
         set: "known".to_owned(),
-        conf: said("conf").unwrap_or_else(|| unnamed.to_owned()).trim().to_owned(),
+        conf: fact("conf").unwrap_or_else(|| unnamed.to_owned()).trim().to_owned(),
         limit_bytes,
         peak_reserved_bytes,
         _peak_active_bytes: number("active_bytes.all.peak"),
@@ -182,8 +182,8 @@ fn run_of(path: &Path) -> Result<Option<Measured>> {
             || number("num_ooms").is_some_and(|ooms| ooms > 0),
         retries: number("num_alloc_retries").unwrap_or(0),
         recording: file.as_deref().and_then(Path::file_name).map(|name| name.to_string_lossy().into_owned()),
-        _torch: said("torch"),
-        _gpu: said("gpu"),
+        _torch: fact("torch"),
+        _gpu: fact("gpu"),
         _recorded_after: None,
         first_predicted: None,
         file,

@@ -110,16 +110,16 @@ pub(super) fn predicted((name, file, own): Recording<'_>, runs: &[Measured], bui
         if real.len() < confs.len() {
             bail!("{}: two runs are of the same setting and limit; keep one", own.program);
         }
-        let found = predict(file, limit, &confs)?;
+        let prediction = predict(file, limit, &confs)?;
         let least = runs.iter().filter(|run| !run.out_of_memory).map(|run| run.peak_reserved_bytes).min();
-        let first = found.settings.first().and_then(|one| real.get(one.conf.as_str()));
+        let first = prediction.settings.first().and_then(|setting| real.get(setting.conf.as_str()));
         // CAST: bytes of a device, below 2^53.
         let is_near = |first: &Measured, least: u64| first.peak_reserved_bytes as f64 <= least as f64 * AS_GOOD;
         let first_choice_right = least
             .zip(first)
             .filter(|_| runs.len() > 1)
             .map(|(least, first)| !first.out_of_memory && is_near(first, least));
-        for (rank, one) in (1..).zip(&found.settings) {
+        for (rank, one) in (1..).zip(&prediction.settings) {
             let Some(run) = real.get(one.conf.as_str()).filter(|run| !is_own(&run.conf)) else { continue };
             let off = |bytes: u64| {
                 // CAST: bytes of a device, below 2^53.
@@ -131,8 +131,8 @@ pub(super) fn predicted((name, file, own): Recording<'_>, runs: &[Measured], bui
                 set: run.set.clone(),
                 recording: name.to_owned(),
                 recorded_conf: own.conf.clone(),
-                deferred_frees: found.deferred_frees,
-                private_pools: found.private_pools,
+                deferred_frees: prediction.deferred_frees,
+                private_pools: prediction.private_pools,
                 conf: run.conf.clone(),
                 limit_bytes: limit,
                 real_peak_reserved_bytes: run.peak_reserved_bytes,
