@@ -134,7 +134,7 @@ def test_the_program_unpacks_an_archive_once_and_its_error_is_passed_on(
     for _ in range(3):
         assert (repository.unpack(first) / "table").read_text() == "1"
     assert len(started) == 1
-    with pytest.raises(AnalysisError, match=r"LABEL holds something else"):
+    with pytest.raises(AnalysisError, match=r"LABEL has other contents"):
         repository.unpack(archive(tmp_path, "another text"))
     assert (tmp_path / "LABEL/table").read_text() == "1"
 

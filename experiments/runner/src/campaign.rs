@@ -90,7 +90,7 @@ pub(crate) fn campaign(args: &CampaignArgs) -> Result<()> {
         bail!("--budget {}: write seconds, more than none", args.budget);
     }
     let chosen = parts::chosen(parts::read(args.file.as_deref())?, &args.parts)?;
-    let out = std::path::absolute(&args.out).with_context(|| format!("{} is no folder", args.out.display()))?;
+    let out = std::path::absolute(&args.out).with_context(|| format!("{} is not a directory", args.out.display()))?;
     let mut completed = finished(&out)?;
     let planned = plan(&chosen, &completed, &out, args.budget)?;
     if args.plan {
@@ -263,7 +263,7 @@ fn differences(found: &[Difference]) -> Page {
     let mut by_part: BTreeMap<&str, Vec<&Difference>> = BTreeMap::new();
     found.iter().for_each(|difference| by_part.entry(&difference.part).or_default().push(difference));
     if by_part.is_empty() {
-        page.line("No new record has a kept one beside it.");
+        page.line("No new record has a retained one to compare with.");
     }
     for (part, all) in by_part {
         let (same, changed): (Vec<&Difference>, Vec<&Difference>) =

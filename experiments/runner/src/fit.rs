@@ -182,7 +182,7 @@ fn fit_all(profile: &mut Profile, timings: &Path) -> Result<Vec<Fit>> {
         by_kernel.entry(timing.kernel.clone()).or_default().push(timing);
     }
     if by_kernel.is_empty() {
-        bail!("{} holds no timings; write it with the example time_kernels on a GPU", timings.display());
+        bail!("{} has no timings; write it with the example time_kernels on a GPU", timings.display());
     }
     // The time that events add to a single launch is visible at the shortest, which reads almost nothing.
     let singles = by_kernel.values().flatten().filter_map(|timing| Some((timing.median_ns, timing.single_median_ns?)));

@@ -130,7 +130,7 @@ fn unpack(archive: &Path, results: &Path, label: &str) -> Result<()> {
         let stamp = fs::OpenOptions::new().write(true).create_new(true).open(unpacked.join(STAMP));
         stamp
             .and_then(|mut stamp| stamp.write_all(digest.as_bytes()))
-            .with_context(|| format!("it has no folder {label} of recorded results; pack it anew"))?;
+            .with_context(|| format!("it has no directory {label} of recorded results; pack it again"))?;
         let renamed = fs::rename(&unpacked, &folder);
         // Another process may have been faster.
         if !folder.exists() {
@@ -138,7 +138,7 @@ fn unpack(archive: &Path, results: &Path, label: &str) -> Result<()> {
         }
     }
     if input::read_text(&folder.join(STAMP), input::WRITTEN).ok() != Some(digest) {
-        bail!("{} holds something else; pack it (CONTRIBUTING.md) or remove it", folder.display());
+        bail!("{} has other contents; pack it (CONTRIBUTING.md) or remove it", folder.display());
     }
     Ok(())
 }
@@ -158,14 +158,14 @@ pub(crate) fn unpack_into(archive: impl Read, folder: &Path) -> Result<()> {
             continue;
         }
         if !(kind.is_file() || kind.is_dir()) {
-            bail!("{name} in it is neither a file nor a folder; pack it anew without it");
+            bail!("{name} in it is neither a file nor a directory; pack it again without it");
         }
         unpacked = unpacked.saturating_add(member.size());
         if unpacked > MOST_UNPACKED {
             bail!("it unpacks to more than {}, which no results do", Bytes(MOST_UNPACKED));
         }
         if !member.unpack_in(folder)? {
-            bail!("{name} in it would lie outside of its folder; pack it anew");
+            bail!("{name} in it would be outside of its directory; pack it again");
         }
     }
     Ok(())
@@ -268,9 +268,9 @@ mod tests {
         });
         let folder = temp_dir.path().join("label");
         assert_eq!(fs::read_to_string(folder.join("width/runs")).unwrap(), "text");
-        assert_eq!(fs::read_dir(temp_dir.path()).unwrap().count(), 2, "no temporary folder is left");
+        assert_eq!(fs::read_dir(temp_dir.path()).unwrap().count(), 2, "no temporary directory is left");
         fs::write(folder.join(STAMP), "another archive's").unwrap();
-        assert!(again().unwrap_err().to_string().contains("holds something else"));
+        assert!(again().unwrap_err().to_string().contains("has other contents"));
         fs::remove_dir_all(&folder).unwrap();
         fs::write(&archive, "no archive").unwrap();
         assert!(again().is_err() && !folder.exists());

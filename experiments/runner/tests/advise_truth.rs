@@ -150,7 +150,9 @@ fn damaged_records_are_refused_with_the_mend() {
 #[test]
 fn folders_without_pairs_are_refused_with_the_mend() {
     let place = Place::new();
-    place.run(&["advise-truth", "nowhere"]).refused(2, &["nowhere: No such file", "; name a folder with histories"]);
+    place
+        .run(&["advise-truth", "nowhere"])
+        .refused(2, &["nowhere: No such file", "; name a directory with recordings"]);
     for folder in ["empty", "alone"] {
         fs::create_dir(place.at(folder)).unwrap();
     }
@@ -161,7 +163,7 @@ fn folders_without_pairs_are_refused_with_the_mend() {
         place.run(&["advise-truth", folder]).refused(2, &words);
     }
     place.write("b.json", "torn");
-    place.run(&["advise-truth", "."]).refused(2, &["b.json: it is no JSON", "record it anew"]);
+    place.run(&["advise-truth", "."]).refused(2, &["b.json: it is not JSON", "record it anew"]);
 }
 
 /// A directory as `record_settings.py` leaves it gives the same rows as the record's runs.

@@ -98,7 +98,7 @@ fn bad_input_is_one_line() {
         (&["--case", "pear"][..], "no case begins with 'pear'; there are history/"),
         (&["--history", "/nowhere.pickle"], "/nowhere.pickle"),
         (&["--baselines"], "add --device cuda"),
-        (&["--baselines", "--device", "cuda", "--baselines-dir", "/nowhere"], "/nowhere holds no run.py"),
+        (&["--baselines", "--device", "cuda", "--baselines-dir", "/nowhere"], "/nowhere has no run.py"),
     ] {
         let output = bench(arguments);
         let stderr = text(&output.stderr);
@@ -218,14 +218,14 @@ fn a_simulation_that_is_off_fails_and_says_by_how_much() {
 fn what_cannot_be_compared_is_refused() {
     let place = Place::new();
     record(&place, "a", "sim");
-    fidelity(&place, &[]).refused(2, &["b/small holds no experiment.json"]);
+    fidelity(&place, &[]).refused(2, &["b/small has no experiment.json"]);
     std::fs::create_dir_all(place.at("b/small")).unwrap();
-    fidelity(&place, &[]).refused(2, &["b/small holds no experiment.json"]);
+    fidelity(&place, &[]).refused(2, &["b/small has no experiment.json"]);
     record(&place, "b", "sim");
     std::fs::remove_dir_all(place.at("b/small/runs/02-caching-never-r0")).unwrap();
     fidelity(&place, &[]).refused(2, &["b/small has no finished run of 'caching never'"]);
     std::fs::remove_dir_all(place.at("b/small/runs")).unwrap();
-    fidelity(&place, &[]).refused(2, &["b/small holds no finished run"]);
+    fidelity(&place, &[]).refused(2, &["b/small has no finished run"]);
     let path = place.at("b/small/experiment.json");
     let text = std::fs::read_to_string(&path).unwrap();
     std::fs::write(&path, text.replace("\"schema_version\": 1", "\"schema_version\": 2")).unwrap();

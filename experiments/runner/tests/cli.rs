@@ -267,8 +267,8 @@ fn bad_timings_are_refused() {
     fit(".").refused(2, &["cannot read ."]);
     let good = timings("sgd", 1500.0, 800.0, 3000.0);
     for (contents, words) in [
-        (String::new(), "holds no timings"),
-        ("\n  \n".to_owned(), "holds no timings"),
+        (String::new(), "has no timings"),
+        ("\n  \n".to_owned(), "has no timings"),
         (format!("{good}\nnot json"), "line 6: not a line of time_kernels"),
         (format!("{good}\n{{\"kernel\": \"sgd\"}}"), "line 6: not a line of time_kernels"),
         (good.replacen("\"blocks\":10", "\"blocks\":-1", 1), "line 1: not a line of time_kernels"),

@@ -190,12 +190,12 @@ fn what_cannot_be_packed_is_refused_and_nothing_is_left() {
     pack(&["--leave-out", "steps.csv:none"]).refused(2, &["--leave-out steps.csv:none: no run has that"]);
     pack(&["--leave-out", "latency.hlog:none"]).refused(2, &["--leave-out latency.hlog goes without"]);
     let needed = pack(&["--leave-out", "run.json:status"]);
-    assert!(needed.code == Some(2) && needed.stderr.contains("no run could be told"), "{needed:?}");
-    place.run(&["pack", "out", "-o", "label"]).refused(2, &["label is no archive's name; write LABEL.tar.xz"]);
-    place.run(&["pack", ".", "-o", "label.tar.xz"]).refused(2, &[". holds no experiment.json"]);
+    assert!(needed.code == Some(2) && needed.stderr.contains("runs could not be distinguished"), "{needed:?}");
+    place.run(&["pack", "out", "-o", "label"]).refused(2, &["label is not the name of an archive; write LABEL.tar.xz"]);
+    place.run(&["pack", ".", "-o", "label.tar.xz"]).refused(2, &[". has no experiment.json"]);
     place.run(&["pack", "out", "out", "-o", "label.tar.xz"]).refused(2, &["two experiments with the name small"]);
     std::fs::write(place.at("out/small/runs").join(IDS[0]).join("notes.txt"), "mine").unwrap();
-    pack(&[]).refused(2, &["notes.txt is no file that run.json names"]);
+    pack(&[]).refused(2, &["notes.txt is not a file that run.json names"]);
     std::fs::remove_file(place.at("out/small/runs").join(IDS[0]).join("notes.txt")).unwrap();
     std::fs::remove_file(place.at("out/small/runs").join(IDS[0]).join("summary.json")).unwrap();
     pack(&[]).refused(2, &["run.json names summary.json, which is not there"]);

@@ -99,7 +99,7 @@ fn arms_that_cannot_run_here_are_skipped_with_a_reason() {
         + "[[arms]]\nname = \"ours\"\n[[arms]]\nname = \"theirs\"\nprogram = \"pytorch\"\ndevices = [\"sim\"]\n";
     // The matrix has an axis that PyTorch does not support.
     place.write("small.toml", &spec);
-    run(&place, &[]).refused(2, &["small.toml:", "--alloc is no option of pytorch"]);
+    run(&place, &[]).refused(2, &["small.toml:", "--alloc is not an option of pytorch"]);
     // Options of both programs take the same values, separately and together.
     let spec = spec.replace("alloc = [\"naive\", \"caching\"]", "");
     place.write(
@@ -143,7 +143,7 @@ fn a_folder_of_something_else_is_left_alone() {
     run(&place, &["--dry-run"]).ok();
     let stranger = place.at("out/small/thesis.txt");
     std::fs::write(&stranger, "dear").unwrap();
-    run(&place, &[]).refused(2, &["holds no experiment.json", "with -o"]);
+    run(&place, &[]).refused(2, &["has no experiment.json", "with -o"]);
     run(&place, &["--again"]).refused(2, &["--again will not remove it"]);
     assert!(stranger.exists());
 
@@ -165,7 +165,7 @@ fn a_folder_of_something_else_is_left_alone() {
     let text = std::fs::read_to_string(&path).unwrap();
     for (broken, words) in [
         (text.replace("\"schema_version\": 1", "\"schema_version\": 9"), "schema version 9"),
-        (text.replace("\"device\": \"sim\"", "\"device\": \"cuda\""), "holds runs on cuda, not on sim"),
+        (text.replace("\"device\": \"sim\"", "\"device\": \"cuda\""), "has runs on cuda, not on sim"),
         (text[..text.len() / 2].to_owned(), "is not JSON"),
         ("{}".to_owned(), "has no schema_version"),
     ] {

@@ -296,7 +296,7 @@ fn status_tells_what_failed_and_refuses_what_is_no_experiment() {
     assert!(text.contains("failed: small/02-naive-900-40k-r0: "), "{text}");
     assert_eq!(closing(&text), ["2 of 4 runs are done, 2 failed.", "run small --device sim -o out"]);
     place.run(&["status", "nowhere"]).refused(2, &["cannot read nowhere"]);
-    place.run(&["status", "."]).refused(2, &[". holds no experiment.json", "--out"]);
+    place.run(&["status", "."]).refused(2, &[". has no experiment.json", "--out"]);
     // Ids that lead to other directories are refused.
     let path = place.at("out/small/experiment.json");
     let text = std::fs::read_to_string(&path).unwrap();

@@ -51,17 +51,17 @@ fn what_cannot_work_is_refused_before_anything_runs() {
         ("layers = 2", "weights = \"hlaf\"", ["small.toml:10", "invalid value 'hlaf'"]),
         // Options of the runner, and words that a command line would accept as one of them.
         ("layers = 2", "\"save-start\" = \"/x\"", ["small.toml:10", "the runner sets --save-start itself"]),
-        ("layers = 2", "\"save-start=/x\" = 2", ["small.toml:10", "'save-start=/x' is no name of an option"]),
-        ("layers = 2", "\"data-dir=\" = \"/x\"", ["small.toml:10", "'data-dir=' is no name of an option"]),
-        ("layers = 2", "\"--out\" = \"/x\"", ["small.toml:10", "'--out' is no name of an option"]),
-        ("layers = 2", "\"-o\" = \"/x\"", ["small.toml:10", "'-o' is no name of an option"]),
+        ("layers = 2", "\"save-start=/x\" = 2", ["small.toml:10", "'save-start=/x' is not the name of an option"]),
+        ("layers = 2", "\"data-dir=\" = \"/x\"", ["small.toml:10", "'data-dir=' is not the name of an option"]),
+        ("layers = 2", "\"--out\" = \"/x\"", ["small.toml:10", "'--out' is not the name of an option"]),
+        ("layers = 2", "\"-o\" = \"/x\"", ["small.toml:10", "'-o' is not the name of an option"]),
         ("layers = 2", "o = \"/x\"", ["small.toml:10", "unexpected argument '--o'"]),
         ("layers = 2", "sav = \"/x\"", ["small.toml:10", "unexpected argument '--sav'"]),
-        ("layers = 2", "save_start = \"/x\"", ["small.toml:10", "'save_start' is no name of an option"]),
-        ("layers = 2", "OUT = \"/x\"", ["small.toml:10", "'OUT' is no name of an option"]),
-        ("layers = 2", "\"\" = \"/x\"", ["small.toml:10", "'' is no name of an option"]),
-        ("layers = 2", "\"layers 2\" = 2", ["small.toml:10", "'layers 2' is no name of an option"]),
-        ("layers = 2", "\"layers\\u0000\" = 2", ["small.toml:10", "is no name of an option"]),
+        ("layers = 2", "save_start = \"/x\"", ["small.toml:10", "'save_start' is not the name of an option"]),
+        ("layers = 2", "OUT = \"/x\"", ["small.toml:10", "'OUT' is not the name of an option"]),
+        ("layers = 2", "\"\" = \"/x\"", ["small.toml:10", "'' is not the name of an option"]),
+        ("layers = 2", "\"layers 2\" = 2", ["small.toml:10", "'layers 2' is not the name of an option"]),
+        ("layers = 2", "\"layers\\u0000\" = 2", ["small.toml:10", "is not the name of an option"]),
         ("repeats = 2", "sim.options = 3", ["small.toml:4", "expected a table of options"]),
         ("layers = 2", "layers = \"--out=/x\"", ["small.toml:", "invalid value '--out=/x'"]),
         ("layers = 2", "dataset = \"iris\\u0000\"", ["small.toml:", "small.toml"]),
@@ -102,7 +102,7 @@ fn what_a_spec_names_lies_in_the_folder_of_the_histories() {
              [arms.options]\nhistory = \"{name}\"\n"
         );
         place.write("small.toml", spec);
-        run(&place, &["--histories", "histories"]).refused(2, &["small.toml:8", "in the folder of the histories"]);
+        run(&place, &["--histories", "histories"]).refused(2, &["small.toml:8", "in the directory of recordings"]);
     }
     // The directory from which `bench` starts programs is not an option either.
     let spec = "name = \"small\"\nquestion = \"?\"\ndevices = [\"sim\"]\n[[arms]]\nname = \"a\"\nprogram = \"bench\"\n\

@@ -26,14 +26,14 @@ pub(crate) fn find(named: Option<&Path>) -> Result<PathBuf> {
             Ok(folder.to_owned())
         } else {
             bail!(
-                "{} holds no {PROGRAM}; --baselines-dir takes the folder experiments/pytorch/baselines",
+                "{} has no {PROGRAM}; --baselines-dir takes the directory experiments/pytorch/baselines",
                 folder.display()
             )
         };
     }
     let directory = repository::find("pytorch/baselines").filter(|folder| folder.join(PROGRAM).is_file());
     directory.context(
-        "the baseline programs are not here; name their folder (experiments/pytorch/baselines) with --baselines-dir",
+        "the baseline programs are not here; name their directory (experiments/pytorch/baselines) with --baselines-dir",
     )
 }
 
@@ -43,7 +43,7 @@ pub(crate) fn run(folder: &Path, cases: &[Case], histories: &[Named], repeats: u
     if names.is_empty() {
         return Ok(());
     }
-    let calls = TempDir::new().context("cannot make a folder for the calls of the histories")?;
+    let calls = TempDir::new().context("cannot create a directory for the calls of the recordings")?;
     let mut command = Command::new("python3");
     command.arg(folder.join(PROGRAM));
     for case in cases {

@@ -59,7 +59,7 @@ pub(super) fn read(path: &Path, key: &str) -> Result<Vec<Value>> {
             Some(Value::Array(rows)) => Ok(rows),
             _ => Ok(vec![Value::Object(document)]),
         },
-        _ => Err(broken(&"holds no rows")),
+        _ => Err(broken(&"has no rows")),
     }
 }
 

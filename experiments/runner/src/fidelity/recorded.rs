@@ -55,7 +55,7 @@ impl Recorded {
     pub(crate) fn read(folder: &Path) -> Result<Self> {
         let name = folder.display().to_string();
         if !folder.join(EXPERIMENT).is_file() {
-            bail!("{name} holds no {EXPERIMENT}; name a folder that `experiments run` made");
+            bail!("{name} has no {EXPERIMENT}; name a directory that `experiments run` made");
         }
         let experiment = read_json(&folder.join(EXPERIMENT))?;
         let runs = experiment["runs"].as_array().map(Vec::as_slice).unwrap_or_default();
@@ -71,7 +71,7 @@ impl Recorded {
             cells.entry(label).or_default().push(measured(&run_folder)?);
         }
         if cells.is_empty() {
-            bail!("{name} holds no finished run");
+            bail!("{name} has no finished run");
         }
         Ok(Self { name, axes, cells })
     }
@@ -103,7 +103,7 @@ fn text(value: &Value) -> String {
 
 fn measured(folder: &Path) -> Result<Measured> {
     let summary = read_summary(folder)?;
-    let here = || format!("{}: the summary holds no finished epoch", folder.display());
+    let here = || format!("{}: the summary has no finished epoch", folder.display());
     let last = steady_epochs(&summary).last().with_context(here)?;
     let batches = Some(batches(&summary, last)).filter(|batches| *batches > 0.0).with_context(here)?;
     let epoch = |epoch: &Value| Some(Epoch { wall_s: epoch["wall_s"].as_f64()?, calls: calls(epoch, 1.0) });

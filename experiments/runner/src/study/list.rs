@@ -87,7 +87,7 @@ fn page(rows: &[Row], folder: Option<&Path>) -> Page {
     let first = on_sim().min_by_key(|(runs, _)| *runs).map(|(_, row)| format!("{} --device sim", named(&row.name)));
     match first.or_else(|| rows.first().map(|row| named(&row.name))) {
         Some(next) => page.end(title, &command("experiments", &next)),
-        None => page.title("There is no spec in this folder."),
+        None => page.title("This directory has no specs."),
     }
     page
 }

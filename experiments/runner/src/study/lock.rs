@@ -71,7 +71,7 @@ enum Taken {
 fn parts(folder: &Path) -> Result<(&Path, String)> {
     match (folder.parent(), folder.file_name()) {
         (Some(out), Some(name)) => Ok((out, name.to_string_lossy().into_owned())),
-        _ => bail!("{} is no folder that can be made", folder.display()),
+        _ => bail!("{} is not a directory that can be created", folder.display()),
     }
 }
 
@@ -131,7 +131,7 @@ pub(crate) fn lock(folder: &Path, shard: Option<Shard>) -> Result<Option<Lock>> 
     let locked: Vec<Option<Shard>> = found.iter().filter(|found| found.held).map(|found| found.shard).collect();
     if let Some(who) = in_the_way(&locked, shard) {
         bail!(
-            "another run is at work in {}{who}; wait until it has ended, or choose another folder with -o",
+            "another run is at work in {}{who}; wait until it has ended, or choose another directory with -o",
             folder.display()
         );
     }
@@ -173,7 +173,7 @@ fn in_the_way(held: &[Option<Shard>], shard: Option<Shard>) -> Option<String> {
         Some(_) if whole => Some(", on all of its runs".into()),
         Some(new) if shards.contains(&new) => Some(format!(", on the same shard {new}")),
         Some(new) if shards.iter().any(|shard| shard.of != new.of) => Some(format!(
-            ", on shard {}: runners that share a folder divide it by the same number, not by {}",
+            ", on shard {}: runners that share a directory divide it by the same number, not by {}",
             list(&shards),
             new.of
         )),

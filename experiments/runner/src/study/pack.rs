@@ -62,7 +62,7 @@ impl FromStr for LeftOut {
             return Err("write a file, as latency.hlog, or a file and a part of it, as steps.csv:host_ns".into());
         }
         if file == RUN && part.as_ref().is_none_or(|part| NEEDED.contains(&part.as_str())) {
-            return Err("without that no run could be told from another; leave out something else".into());
+            return Err("without it runs could not be distinguished; leave out something else".into());
         }
         Ok(Self { file: file.to_owned(), part })
     }
@@ -97,7 +97,7 @@ pub(crate) fn pack(args: &PackArgs) -> Result<()> {
     let out = args.out.display();
     let label =
         args.out.file_name().and_then(|name| name.to_str()?.strip_suffix(ARCHIVE)).filter(|name| is_plain(name));
-    let label = label.with_context(|| format!("{out} is no archive's name; write LABEL{ARCHIVE} for -o"))?;
+    let label = label.with_context(|| format!("{out} is not the name of an archive; write LABEL{ARCHIVE} for -o"))?;
     let archive = tar::Builder::new(XzEncoder::new(OutputFile::create(&args.out, Existing::Refuse)?, LEVEL));
     let mut packing = Packing { args, label, archive, found: BTreeSet::new() };
     let mut all: Vec<Packed> = Vec::new();
@@ -131,7 +131,8 @@ pub(crate) fn pack(args: &PackArgs) -> Result<()> {
 
 impl<'a> Packing<'a> {
     fn experiment(&mut self, folder: &Path) -> Result<Packed> {
-        let absolute = std::path::absolute(folder).with_context(|| format!("{} is no folder", folder.display()))?;
+        let absolute =
+            std::path::absolute(folder).with_context(|| format!("{} is not a directory", folder.display()))?;
         if at_work(&absolute)?.is_some_and(|found| found.iter().any(|lock| lock.held)) {
             bail!("a runner is at work in {}; wait until it has ended", folder.display());
         }
@@ -143,7 +144,7 @@ impl<'a> Packing<'a> {
         let (mut done, mut files) = (0, Vec::new());
         for run in plan {
             let id = run["id"].as_str().filter(|id| is_plain(id));
-            let id = id.with_context(|| format!("{}: a run has no id that names a folder", path.display()))?;
+            let id = id.with_context(|| format!("{}: a run has no id that names a directory", path.display()))?;
             let run_folder = folder.join(RUNS).join(id);
             if run_folder.exists() {
                 done += usize::from(self.run(&run_folder, &format!("{RUNS}/{id}"), &mut files)?);
@@ -221,7 +222,7 @@ fn check_files(own: &Path, listed: &BTreeSet<String>) -> Result<()> {
     let there: BTreeSet<String> =
         names.filter(|name| name != RUN && !name.starts_with('.')).map(|name| plain_name(&name)).collect();
     if let Some(extra) = there.difference(listed).next() {
-        bail!("{} is no file that {RUN} names; move it elsewhere", own.join(extra).display());
+        bail!("{} is not a file that {RUN} names; move it elsewhere", own.join(extra).display());
     }
     if let Some(lost) = listed.difference(&there).next() {
         bail!("{}: {RUN} names {lost}, which is not there", own.display());

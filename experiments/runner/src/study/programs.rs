@@ -93,12 +93,11 @@ pub(crate) struct Inputs {
 impl Inputs {
     /// The given ones, else those of the environment, else those of the sources.
     pub(crate) fn new(histories: Option<&Path>, data_dir: Option<&Path>) -> Result<Self> {
-        let absolute = |path: &Path| {
-            std::path::absolute(path).with_context(|| format!("{} is no path that can be used", path.display()))
-        };
+        let absolute =
+            |path: &Path| std::path::absolute(path).with_context(|| format!("{} is not a usable path", path.display()));
         let data_dir = data_dir.map(absolute).transpose()?;
         if let Some(folder) = data_dir.as_ref().filter(|folder| !folder.is_dir()) {
-            bail!("{} is no folder; --data-dir takes that of MNIST's four files", folder.display());
+            bail!("{} is not a directory; --data-dir takes that of MNIST's four files", folder.display());
         }
         let data_dir = data_dir.or_else(|| std::env::var_os("MNIST_DIR").map(PathBuf::from));
         let histories = histories.map(Path::to_owned).or_else(|| repository::find("histories"));
@@ -412,18 +411,18 @@ fn check_setting(source: &Source, program: Program, setting: &Setting, histories
             let mut parts = path.components().peekable();
             let below = parts.peek().is_some() && parts.all(|part| matches!(part, Component::Normal(_)));
             if !below || value.to_string().starts_with('-') {
-                return here(format!("'{value}' names no file in the folder of the histories"));
+                return here(format!("'{value}' names no file in the directory of recordings"));
             }
             if histories.is_some() && !folder.join(path).is_file() {
                 let folder = folder.display();
-                return here(format!("{value} is not in {folder}; name the folder of the histories with --histories"));
+                return here(format!("{value} is not in {folder}; name the directory of recordings with --histories"));
             }
         }
         return Ok(());
     }
     if !is_name(name) {
         return here(format!(
-            "'{name}' is no name of an option; write it without dashes before it, and the value behind ="
+            "'{name}' is not the name of an option; write it without dashes before it, and the value behind ="
         ));
     }
     if is_reserved(program, name) {
@@ -436,7 +435,7 @@ fn check_setting(source: &Source, program: Program, setting: &Setting, histories
         _ => None,
     };
     if let Some(options) = options.filter(|_| known.is_none()) {
-        return here(format!("--{name} is no option of {}; there are {}", program.name(), options.join(", ")));
+        return here(format!("--{name} is not an option of {}; there are {}", program.name(), options.join(", ")));
     }
     for value in &setting.values {
         if program == Program::Inside {
@@ -458,7 +457,7 @@ fn check_setting(source: &Source, program: Program, setting: &Setting, histories
     }
     if known.is_none() {
         // The program accepts it under another name.
-        return here(format!("--{name} is no option of {}; write its whole name", program.name()));
+        return here(format!("--{name} is not an option of {}; write its whole name", program.name()));
     }
     Ok(())
 }

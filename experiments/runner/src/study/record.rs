@@ -190,7 +190,7 @@ pub(crate) fn read_json(path: &Path) -> Result<Value> {
     match value["schema_version"].as_u64() {
         Some(SCHEMA_VERSION) => Ok(value),
         Some(other) => bail!(
-            "{} has schema version {other}, this program writes {SCHEMA_VERSION}; choose another folder with -o",
+            "{} has schema version {other}, this program writes {SCHEMA_VERSION}; choose another directory with -o",
             path.display()
         ),
         None => bail!("{} has no schema_version, so no experiment wrote it", path.display()),
@@ -207,7 +207,7 @@ pub(crate) fn experiments_in(folder: &Path) -> Result<Vec<PathBuf>> {
     experiments.retain(|path| holds_experiment(path));
     if experiments.is_empty() {
         bail!(
-            "{} holds no {EXPERIMENT}, nor does a folder in it; name what `experiments run` had as --out",
+            "{} has no {EXPERIMENT}, nor does a directory in it; name what `experiments run` had as --out",
             folder.display()
         );
     }
@@ -234,7 +234,7 @@ pub(crate) fn status_of(folder: &Path, sha256: &str) -> Result<Option<RunStatus>
         Ok(value) => value,
     };
     if value["spec_sha256"].as_str() != Some(sha256) {
-        bail!("{} belongs to another version of the spec; choose another folder with -o", path.display());
+        bail!("{} belongs to another version of the spec; choose another directory with -o", path.display());
     }
     serde_json::from_value(value["status"].clone()).map(Some).with_context(|| format!("{}: status", path.display()))
 }

@@ -83,7 +83,8 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
     let device = choose(args.device.as_ref(), &sources);
     let inputs = Inputs::new(args.histories.as_deref(), args.data_dir.as_deref())?;
     let out = args.out.clone().unwrap_or_else(|| PathBuf::from(format!("runs/experiments-{}", device.kind())));
-    let out = std::path::absolute(&out).with_context(|| format!("{} is no folder that can be made", out.display()))?;
+    let out = std::path::absolute(&out)
+        .with_context(|| format!("{} is not a directory that can be created", out.display()))?;
     // Check all specs before the first run: an error in the last should not appear after an hour.
     let planned = sources.into_iter().map(|source| prepare(source, &device, &inputs, &out, args.again));
     let planned = planned.collect::<Result<Vec<Planned>>>()?;
@@ -199,7 +200,7 @@ fn prepare(source: Source, device: &DeviceName, inputs: &Inputs, out: &Path, aga
         check_folder(&planned, device)?;
         planned.runs.iter().try_for_each(|run| planned.status_of(run).map(|_| ()))?;
     } else if folder.exists() && !folder.join(EXPERIMENT).is_file() {
-        bail!("{} holds no experiment, so --again will not remove it", folder.display());
+        bail!("{} has no experiment, so --again will not remove it", folder.display());
     }
     Ok(planned)
 }

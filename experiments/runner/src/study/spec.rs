@@ -204,8 +204,8 @@ impl Source {
         };
         if spec.name != stem || !slugged(&spec.name) {
             let name = &spec.name;
-            let mend = "a spec has the name of its file, in lowercase letters, digits, '-' and '_'";
-            return Err(self.at_key("name", format!("the name is '{name}' and the file is '{stem}'; {mend}")));
+            let rule = "a spec has the name of its file, in lowercase letters, digits, '-' and '_'";
+            return Err(self.at_key("name", format!("the name is '{name}' and the file is '{stem}'; {rule}")));
         }
         if spec.question.trim().is_empty() {
             return Err(self.at_key("question", "an experiment answers a question; write it down"));
@@ -356,9 +356,10 @@ fn one_line(text: &str) -> String {
 /// The directory of the specs: the given one, the one below the current directory, or the one in the sources.
 pub(crate) fn folder(named: Option<&Path>) -> Result<PathBuf> {
     if let Some(folder) = named {
-        return if folder.is_dir() { Ok(folder.to_owned()) } else { bail!("{} is no folder", folder.display()) };
+        return if folder.is_dir() { Ok(folder.to_owned()) } else { bail!("{} is not a directory", folder.display()) };
     }
-    repository::find("specs").context("there is no experiments/specs here; name the folder of the specs with --specs")
+    repository::find("specs")
+        .context("there is no experiments/specs here; name the directory of the specs with --specs")
 }
 
 /// Names of all specs in a directory, sorted.

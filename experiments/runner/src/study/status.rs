@@ -133,7 +133,7 @@ pub(crate) fn status(args: &StatusArgs) -> Result<()> {
 }
 
 fn of(folder: &Path) -> Result<Status> {
-    let absolute = std::path::absolute(folder).with_context(|| format!("{} is no folder", folder.display()))?;
+    let absolute = std::path::absolute(folder).with_context(|| format!("{} is not a directory", folder.display()))?;
     let path = folder.join(EXPERIMENT);
     let record = read_json(&path)?;
     let text = |key: &str| {
@@ -150,7 +150,7 @@ fn of(folder: &Path) -> Result<Status> {
     let mut shards: Vec<Shard> = found.iter().filter_map(|lock| lock.shard).collect();
     for (index, run) in planned.iter().enumerate() {
         let id = run["id"].as_str().filter(|id| is_plain(id));
-        let id = id.with_context(|| format!("{}: the run {index} has no id that names a folder", path.display()))?;
+        let id = id.with_context(|| format!("{}: the run {index} has no id that names a directory", path.display()))?;
         let runs_folder = folder.join(RUNS);
         let (own, begun) = (runs_folder.join(id), part_of(&runs_folder, id).exists());
         let state = match status_of(&own, &sha256)? {
@@ -270,7 +270,7 @@ impl Status {
         if !self.locks {
             let name = &self.experiment;
             out.push(format!(
-                "note: {name} lies on a file system without locks, so it is unknown which runs are running"
+                "note: {name} is on a file system without locks, so it is unknown which runs are running"
             ));
         }
         out

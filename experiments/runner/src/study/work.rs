@@ -36,27 +36,27 @@ pub(super) fn check_folder(planned: &Planned, device: &DeviceName) -> Result<()>
         };
         let holds_something = std::fs::read_dir(folder).is_ok_and(|mut entries| entries.any(whole)) && !path.is_file();
         if holds_something || folder.is_file() {
-            bail!("{} is there and holds no {EXPERIMENT}; choose another folder with -o", folder.display());
+            bail!("{} already exists and has no {EXPERIMENT}; choose another directory with -o", folder.display());
         }
         return Ok(());
     }
     let experiment = read_json(&path)?;
     if experiment["spec_sha256"].as_str() != Some(&planned.sha256) {
         bail!(
-            "{} holds runs of another version of this spec; choose another folder with -o, or remove them with --again",
+            "{} has runs of another version of this spec; choose another directory with -o, or remove them with --again",
             folder.display()
         );
     }
     let (other, device) = (experiment["device"].as_str().unwrap_or("another device"), programs::shown(device));
     if other.parse().as_ref() != Ok(&device) {
         bail!(
-            "{} holds runs on {other}, not on {device}; choose another folder with -o, or remove them with --again",
+            "{} has runs on {other}, not on {device}; choose another directory with -o, or remove them with --again",
             folder.display()
         );
     }
     if experiment["profile_sha256"].as_str() != planned.profile_sha256.as_deref() {
         bail!(
-            "{} holds runs on {other} when that file had another content; choose another folder with -o, or remove them \
+            "{} has runs on {other} when that file had another content; choose another directory with -o, or remove them \
              with --again",
             folder.display()
         );

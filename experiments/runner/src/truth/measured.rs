@@ -135,7 +135,7 @@ impl Runs {
 
 /// The JSON files of a directory, sorted by name.
 fn json_files(folder: &Path) -> Result<Vec<PathBuf>> {
-    let cannot = "name a folder with histories and statistics";
+    let cannot = "name a directory with recordings and statistics";
     let entries = fs::read_dir(folder).map_err(|error| anyhow!("{}: {error}; {cannot}", folder.display()))?;
     let mut paths = Vec::new();
     for entry in entries {
@@ -152,7 +152,7 @@ fn json_files(folder: &Path) -> Result<Vec<PathBuf>> {
 fn run_of(path: &Path) -> Result<Option<Measured>> {
     let text = read_text(path, DOCUMENT).with_context(|| path.display().to_string())?;
     let facts: Value = serde_json::from_str(&text)
-        .map_err(|error| anyhow!("{}: it is no JSON ({error}); record it anew, or move it away", path.display()))?;
+        .map_err(|error| anyhow!("{}: it is not JSON ({error}); record it anew, or move it away", path.display()))?;
     let number = |key: &str| facts.get(key).or_else(|| facts.get("stats")?.get(key)).and_then(Value::as_u64);
     let Some(peak_reserved_bytes) = number("reserved_bytes.all.peak") else { return Ok(None) };
     let stem = path.file_stem().map(|stem| stem.to_string_lossy().into_owned()).unwrap_or_default();
