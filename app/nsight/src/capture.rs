@@ -1,7 +1,7 @@
 //! A capture in memory: calls, the device's work, NVTX ranges. Times are nanoseconds of the capture's clock.
 
 use crate::names::{self, Scope};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, HashMap};
 
 /// A call of the CUDA driver or runtime by the host.
@@ -19,6 +19,8 @@ pub struct Call {
     pub process: i64,
     /// Joins the call with the work that it queued, within one process.
     pub correlation: i64,
+    /// Whether the call returned success.
+    pub ok: bool,
     /// The stream of a synchronise call or of an event's record.
     pub stream: Option<i64>,
     /// The device of memory that the call allocates or frees.
@@ -53,7 +55,7 @@ pub struct CallName {
 }
 
 /// The kinds of device work.
-#[derive(Clone, Copy, Debug, Eq, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum WorkKind {
     /// A kernel.
@@ -196,12 +198,14 @@ impl Capture {
         }
         let numbers: std::collections::HashSet<i64> = self.work.iter().map(|work| work.stream).collect();
         self.streams.retain(|stream, _| numbers.contains(stream));
-        if orphans > 0 && !self.calls.is_empty() {
-            self.notes.push(format!(
-                "{orphans} of {} kernels and copies were queued by calls that are not in the capture; their starts stand in for the \
-                 times at which they were queued.",
-                self.work.len()
-            ));
+        let note = format!(
+            "{orphans} of {} kernels and copies were queued by calls that are not in the capture; their starts stand in for the \
+             times at which they were queued.",
+            self.work.len()
+        );
+        // Extracted tables bring the notes of their capture.
+        if orphans > 0 && !self.calls.is_empty() && !self.notes.contains(&note) {
+            self.notes.push(note);
         }
     }
 

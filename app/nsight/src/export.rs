@@ -4,10 +4,12 @@
 //!
 //! Source: "SQLite Schema Reference" of the Nsight Systems user guide <https://docs.nvidia.com/nsight-systems/UserGuide/>.
 
-use crate::capture::{Call, CallNames, Capture, Mark, Overhead, Range, Texts, Work, WorkKind};
-use crate::names;
+use crate::capture::{Call, CallName, CallNames, Capture, Mark, Overhead, Range, Texts, Work, WorkKind};
+use crate::extracted;
+use crate::names::{self, Scope};
 use crate::tables::{Strings, Tables, integer, interval, text};
 use rusqlite::{Connection, OpenFlags};
+use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::{Path, PathBuf};
 
@@ -56,6 +58,14 @@ pub enum Error {
         /// SQLite's error.
         source: rusqlite::Error,
     },
+    /// The directory does not contain the tables of a capture, or they are damaged.
+    #[error("{}: {problem}; `vramlab nsight CAPTURE.sqlite --extract DIR` writes the tables of a capture", path.display())]
+    Extracted {
+        /// The directory, or the file in it.
+        path: PathBuf,
+        /// The fault.
+        problem: String,
+    },
     /// The database has no table of a capture.
     #[error(
         "{}: has neither CUDA calls nor kernels nor NVTX ranges; capture with `nsys profile --trace cuda,nvtx` and export with \
@@ -68,11 +78,14 @@ pub enum Error {
     },
 }
 
-/// Reads an export. Memory: about 150 bytes a call and a piece of work.
+/// Reads an export, or a directory that [`extract`](crate::extract) wrote. Memory: about 150 bytes a call and a piece of work.
 ///
 /// # Errors
 /// [`Error`] in one line: the file is missing, is not an SQLite database, is damaged, or is not a capture.
 pub fn read(path: &Path) -> Result<Capture, Error> {
+    if path.is_dir() {
+        return extracted::read(path);
+    }
     let metadata = std::fs::metadata(path).map_err(|source| Error::Io { path: path.to_owned(), source })?;
     if !metadata.is_file() {
         let source = std::io::Error::other("not a regular file");
@@ -172,12 +185,14 @@ impl<'t, 'c> Reader<'t, 'c> {
         }
         let name = tables.first(RUNTIME, &["nameId"]);
         let chain = tables.first(RUNTIME, &["callchainId"]);
-        let columns = ["start", "end", "globalTid", "correlationId"].map(|column| tables.first(RUNTIME, &[column]));
-        let [start, end, thread, correlation] = &columns;
+        let columns = ["start", "end", "globalTid", "correlationId", "returnValue"]
+            .map(|column| tables.first(RUNTIME, &[column]));
+        let [start, end, thread, correlation, result] = &columns;
         let mut chains: Vec<(usize, i64)> = Vec::new();
+        let mut known: HashMap<(i64, i64, usize), usize> = HashMap::new();
         let (calls, untimed) = (&mut self.capture.calls, &mut self.untimed);
         let (strings, call_names) = (&mut self.strings, &mut self.call_names);
-        tables.each(RUNTIME, &[start, end, thread, correlation, &name, &chain], "", |row| {
+        tables.each(RUNTIME, &[start, end, thread, correlation, &name, &chain, result], "", |row| {
             let Some((start, end)) = interval(row, 0, 1) else {
                 *untimed.entry("CUDA calls").or_default() += 1;
                 return;
@@ -188,17 +203,26 @@ impl<'t, 'c> Reader<'t, 'c> {
                 None => call_names.number(&format!("call {id}")),
             };
             let thread = integer(row, 2).unwrap_or(0);
-            let chain = integer(row, 5).filter(|&chain| chain > 0);
-            if names::manages_memory(&call_names.list[number].kind) {
-                chains.extend(chain.map(|chain| (calls.len(), chain)));
-            }
+            let correlation = integer(row, 3).unwrap_or(0);
+            let chain = integer(row, 5).filter(|&chain| chain > 0).filter(|_| has_stack(&call_names.list[number]));
+            // A backtrace may be a record of its own beside the call's.
+            let index = match known.entry((thread, correlation, number)) {
+                Entry::Occupied(call) if correlation != 0 => {
+                    chains.extend(chain.map(|chain| (*call.get(), chain)));
+                    return;
+                }
+                Entry::Occupied(_) => calls.len(),
+                Entry::Vacant(place) => *place.insert(calls.len()),
+            };
+            chains.extend(chain.map(|chain| (index, chain)));
             calls.push(Call {
                 start,
                 end,
                 name: number,
                 thread,
                 process: thread >> 24,
-                correlation: integer(row, 3).unwrap_or(0),
+                correlation,
+                ok: integer(row, 6).unwrap_or(0) == 0,
                 stream: None,
                 device: None,
                 bytes: None,
@@ -436,6 +460,11 @@ impl<'t, 'c> Reader<'t, 'c> {
         notes.extend(lost.into_iter().map(|text| format!("Nsight Systems warns: {}", text.trim())));
         Ok(())
     }
+}
+
+/// Whether the stacks of such calls are read: those of memory calls and of calls that may wait.
+fn has_stack(name: &CallName) -> bool {
+    names::manages_memory(&name.kind) || !matches!(name.scope, Scope::Nothing | Scope::Room)
 }
 
 /// Of ENUM_CUDA_MEMCPY_OPER.

@@ -5,5 +5,6 @@ mod common;
 
 mod attribution;
 mod export;
+mod extracted;
 mod idle;
 mod names;

@@ -104,6 +104,28 @@ fn stacks_of_memory_calls_are_read() {
 }
 
 #[test]
+fn a_record_of_a_backtrace_is_not_a_second_call() {
+    let mut export = training(Version::New, 25);
+    let wait = export.call("cudaStreamSynchronize_v3020", 30_000, 30_010);
+    let name = export.string("cudaStreamSynchronize_v3020");
+    let values: [(&str, &dyn rusqlite::ToSql); 6] = [
+        ("start", &30_000),
+        ("end", &30_010),
+        ("globalTid", &THREAD),
+        ("correlationId", &wait),
+        ("nameId", &name),
+        ("callchainId", &4),
+    ];
+    export.insert("CUPTI_ACTIVITY_KIND_RUNTIME", &values);
+    let symbol = export.string("step (train.py:12)");
+    export.insert("CUDA_CALLCHAINS", &[("id", &4), ("symbol", &symbol), ("stackDepth", &0)]);
+    let capture = export.capture();
+    let calls: Vec<_> = capture.calls.iter().filter(|call| call.correlation == wait).collect();
+    assert_eq!(calls.len(), 1);
+    assert_eq!(capture.stacks[calls[0].stack.unwrap()], ["step (train.py:12)"]);
+}
+
+#[test]
 fn names_of_streams_and_threads_are_read() {
     let mut export = Export::new(Version::Old);
     export.kernel_on(13, "k", (0, 1), (2, 3));
@@ -123,7 +145,7 @@ fn files_that_are_not_exports_are_refused() {
     let other = directory.path().join("other.sqlite");
     rusqlite::Connection::open(&other).unwrap().execute("CREATE TABLE t (a)", []).unwrap();
     assert!(matches!(read(&other), Err(Error::Empty { .. })));
-    assert!(matches!(read(directory.path()), Err(Error::Io { .. })));
+    assert!(matches!(read(directory.path()), Err(Error::Extracted { .. })));
     assert!(matches!(read(&directory.path().join("missing")), Err(Error::Io { .. })));
     let export = training(Version::Old, 25);
     let bytes = std::fs::read(&export.path).unwrap();
