@@ -10,7 +10,8 @@
 # writes, for each arm, DIR/ARM.nsys-rep and DIR/ARM.sqlite (or DIR/ARM.qdstrm.xz where only the capturing side of
 # Nsight Systems is installed) and DIR/ARM/, the run's record. DIR/machine.txt says what it ran on. Then, for each arm,
 #
-#   vramlab-analysis nsight extract DIR/ARM.sqlite --record DIR/ARM -o RESULTS/ARM
+#   vramlab nsight DIR/ARM.sqlite --extract RESULTS/ARM
+#   cp DIR/ARM/summary.json DIR/ARM/driver_calls.jsonl.gz RESULTS/ARM
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 refuse() {
@@ -46,7 +47,7 @@ for alloc in naive caching stream-ordered; do
   for sync in never step; do
     arm=$alloc-sync-$sync
     printf '%s\n' "$arm" >&2
-    if ! "$here/capture.sh" -o "$output/$arm" -- "$trainer" --device cuda --alloc "$alloc" --sync "$sync" --hidden 784 \
+    if ! "$here/capture.sh" --range --clean -e MNIST_DIR -o "$output/$arm" -- "$trainer" --device cuda --alloc "$alloc" --sync "$sync" --hidden 784 \
       --layers 4 --batch 64 --epochs 8 --steps 220 --profile-steps 140..200 --latency off --export perfetto --offline \
       --out "$output/$arm" "$@" > "$output/$arm.log" 2>&1; then
       printf 'error: %s failed: %s; see %s\n' "$arm" "$(tail -n 1 "$output/$arm.log")" "$output/$arm.log" >&2
