@@ -1,21 +1,21 @@
 //! The reader of recordings: its memory budget, one pass over a file, and several files in parallel.
 
 use crate::gpus::{Gpus, Tallies};
-use crate::oom;
 use crate::words::counted;
+use crate::{nsight, oom};
 use anyhow::{Error, Result, anyhow, bail};
 use clap::Args;
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs::File;
-use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError};
 use terminal::{Bar, Shard, command, fail, quoted};
 use vramlab::Bytes;
 use vramlab::budget::Budget;
-use vramlab::histories::formats::{Event, Origin, Origins, ReadError, ReadOptions, Summary, read, read_origins};
+use vramlab::histories::formats::{
+    Event, Origin, Origins, Problem, ReadError, ReadOptions, Summary, read, read_origins,
+};
 use vramlab::histories::replay::ReplayError;
 
 #[derive(Clone, Debug, Default, Args)]
@@ -98,28 +98,25 @@ pub(crate) fn read_gpu<T: FromEvents>(path: &Path, gpu: Option<u16>, options: &R
         false => read(path, options, &mut |event| take(event, Origin::default()))
             .map(|summary| (summary, Origins::new(budget))),
     };
-    let (summary, origins) = read.map_err(|error| other_command(path).unwrap_or_else(|| error.into()))?;
+    let (summary, origins) = read.map_err(|error| other_command(path, error))?;
     warn_of_cut(path, &summary);
     let gpus = tallies.choose(gpu, &summary);
     let events = candidates.remove(&gpus.gpu).unwrap_or_else(|| Ok(T::begin(gpus.gpu, budget)));
     Ok(OneGpu { summary, origins, gpus, events })
 }
 
-/// The command for a file that cannot be read as a recording, because it is something else that `vramlab` reads.
-fn other_command(path: &Path) -> Option<Error> {
-    let mut magic = [0; 16];
-    let sqlite = std::fs::metadata(path).is_ok_and(|metadata| metadata.is_file())
-        && File::open(path).and_then(|mut file| file.read_exact(&mut magic)).is_ok()
-        && &magic == b"SQLite format 3\0";
-    let extension = path.extension().and_then(|extension| extension.to_str());
-    let (kind, name) = match extension {
-        _ if sqlite => ("an SQLite database, as Nsight Systems exports captures", "nsight"),
-        Some("nsys-rep" | "qdrep") => ("a capture of Nsight Systems", "nsight"),
-        _ if oom::is_message(path) => ("an error text", "oom"),
-        _ => return None,
+/// The error of a file that cannot be read as a recording, with the command for it if it is something else that `vramlab` reads.
+fn other_command(path: &Path, error: ReadError) -> Error {
+    let (kind, name) = match nsight::Format::new(path) {
+        Some(format) => (format.words(), "nsight"),
+        None if oom::is_message(path) => ("an error text", "oom"),
+        None if matches!(error.problem, Problem::UnknownFormat) => {
+            return anyhow!("{error}; a capture of Nsight Systems (.sqlite, .nsys-rep) is for vramlab nsight");
+        }
+        None => return error.into(),
     };
     let next = command("vramlab", &format!("{name} {}", quoted(&path.display().to_string())));
-    Some(anyhow!("{}: {kind} and not a recording; use: {next}", path.display()))
+    anyhow!("{}: {kind} and not a recording; use: {next}", path.display())
 }
 
 /// Warns once for each file that was cut short.

@@ -13,6 +13,7 @@ mod source;
 mod timeline;
 
 use crate::history::{Devices, PYTORCH};
+use crate::nsight;
 use crate::reading::ReadArgs;
 use crate::recording::Recording;
 use crate::replay::{Bounds, Search};
@@ -38,7 +39,7 @@ const COMPARED: &str = "caching,pytorch-expandable,rmm-pool,bfc,tlsf,remap";
 #[derive(Debug, Args)]
 pub(crate) struct ReportArgs {
     /// Recordings (PyTorch snapshots or other formats that `convert` reads; plain, .gz or .xz), and directories of runs or
-    /// experiments; a run recorded with --trace or --export also has a block map
+    /// experiments; a run recorded with --trace or --export also has a block map. A capture of Nsight Systems has a page of its own
     #[arg(required = true, value_name = "SNAPSHOT|RUN")]
     inputs: Vec<PathBuf>,
     /// Output file (written atomically; replaces an existing file)
@@ -70,6 +71,16 @@ pub(crate) struct ReportArgs {
 /// Writes the page.
 pub(crate) fn report(args: &ReportArgs) -> Result<()> {
     let out = OutputFile::create(&args.out, Existing::Replace)?;
+    if let Some(capture) = args.inputs.iter().find(|path| nsight::Format::new(path).is_some()) {
+        if args.inputs.len() > 1 || !args.alloc.is_empty() || args.limit.is_some() || args.gpu.is_some() {
+            let capture = capture.display();
+            bail!(
+                "{capture}: a capture has a page of its own; write it without other inputs, --alloc, --limit and --gpu"
+            );
+        }
+        nsight::report(capture, out)?;
+        return finish(args);
+    }
     let (mut directories, mut replays) = (Vec::new(), Vec::new());
     for path in args.inputs.iter().filter(|path| path.is_dir()) {
         let (trained, replayed) = (run::directories(path)?, replays::read(path)?);
@@ -82,7 +93,17 @@ pub(crate) fn report(args: &ReportArgs) -> Result<()> {
     let runs = run::read(&directories)?;
     let inputs: Vec<Input> = args.inputs.iter().filter_map(|path| Input::new(path)).collect();
     write(args, out, &inputs, &runs, &replays)?;
-    if args.open { page::open(&args.out) } else { Ok(()) }
+    finish(args)
+}
+
+/// Opens the page, or prints how to.
+fn finish(args: &ReportArgs) -> Result<()> {
+    if args.open {
+        return page::open(&args.out);
+    }
+    let mut page = Page::stdout();
+    page.line(format!("Next: open {} in a browser", terminal::quoted(&args.out.to_string_lossy())));
+    page.print()
 }
 
 fn write(
@@ -146,9 +167,6 @@ fn write(
     let size = Bytes(document.len() as u64);
     page.line(format!("{}: {}; page size {size}.", args.out.display(), contents.join(", ")));
     lines.iter().for_each(|line| page.note(line));
-    if !args.open {
-        page.line(format!("Next: open {} in a browser", terminal::quoted(&args.out.to_string_lossy())));
-    }
     page.print()
 }
 

@@ -1,6 +1,6 @@
 //! `vramlab nsight` on exports made by hand.
 
-use crate::nsight_export::{Version, training};
+use crate::nsight_export::{Export, Version, training};
 use serde_json::Value;
 use std::path::Path;
 use std::process::{Command, Output};
@@ -63,17 +63,172 @@ fn the_page_has_one_picture_and_no_script() {
 }
 
 #[test]
+fn rows_join_calls_with_work_and_ranges() {
+    let export = training(Version::New, 25);
+    let document: Value = serde_json::from_str(&stdout(&nsight(&export.path, &["--json", "--rows"]))).unwrap();
+    let rows = &document["rows"];
+    let [calls, work, ranges] = ["calls", "work", "ranges"].map(|list| rows[list].as_array().unwrap());
+    assert_eq!((calls.len(), work.len()), (100, 25));
+    let place = |value: &Value| usize::try_from(value.as_u64().unwrap()).unwrap();
+    let waits: Vec<_> = calls.iter().filter(|call| !call["waited_for"].is_null()).collect();
+    assert_eq!(waits.len(), 25);
+    for wait in waits {
+        let kernel = &work[place(&wait["waited_for"])];
+        assert_eq!((&wait["call"], &kernel["name"]), (&Value::from("cuMemFree"), &Value::from("relu")));
+        let launch = &calls[place(&kernel["call"])];
+        assert_eq!(launch["kind"], "kernel_launch");
+        assert!(launch["start_ns"].as_i64() < wait["start_ns"].as_i64());
+        assert_eq!(ranges[place(&wait["range"])]["text"], "free 4 KiB");
+        assert_eq!(ranges[place(&ranges[place(&wait["range"])]["parent"])]["text"], "forward");
+    }
+    let plain: Value = serde_json::from_str(&stdout(&nsight(&export.path, &["--json"]))).unwrap();
+    assert!(plain.get("rows").is_none());
+    assert_eq!(plain["tables"], document["tables"]);
+}
+
+#[test]
+fn an_extracted_directory_prints_the_same_tables() {
+    let export = training(Version::New, 25);
+    let directory = export.path.with_extension("tables");
+    let extract = ["--json", "--extract", directory.to_str().unwrap()];
+    let mut documents = [&export.path, &directory].map(|path| {
+        let arguments = if path == &directory { &extract[..1] } else { &extract[..] };
+        serde_json::from_str::<Value>(&stdout(&nsight(path, arguments))).unwrap()
+    });
+    for document in &mut documents {
+        // Ids and times of the machine are not in extracted tables.
+        for row in document["tables"]["blocked_calls"].as_array_mut().unwrap() {
+            for key in ["process", "thread"] {
+                row[key] = Value::Null;
+            }
+        }
+    }
+    assert_eq!(documents[0], documents[1]);
+    let again = nsight(&export.path, &extract);
+    assert_eq!(again.status.code(), Some(2), "an existing directory is not replaced");
+    let stderr = String::from_utf8(again.stderr).unwrap();
+    assert!(stderr.contains("capture.tables"), "{stderr}");
+}
+
+fn report(arguments: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_vramlab")).arg("report").args(arguments).env("NO_COLOR", "1").output().unwrap()
+}
+
+#[test]
+fn a_report_of_a_capture_is_its_page() {
+    let export = training(Version::Old, 25);
+    let directory = tempfile::tempdir().unwrap();
+    let [page, other] = ["report.html", "nsight.html"].map(|name| directory.path().join(name));
+    let file = export.path.to_str().unwrap();
+    let text = stdout(&report(&[file, "-o", page.to_str().unwrap()]));
+    assert!(text.contains("cuMemFree waited 3.90 us in 25 of 50 calls"), "{text}");
+    assert!(text.contains("in a browser"), "{text}");
+    stdout(&nsight(&export.path, &["-o", other.to_str().unwrap()]));
+    assert_eq!(std::fs::read(&page).unwrap(), std::fs::read(&other).unwrap());
+    for arguments in [&[file, file][..], &[file, "--alloc", "caching"]] {
+        let refused = report(&[arguments, &["-o", page.to_str().unwrap()]].concat());
+        assert_eq!(refused.status.code(), Some(2));
+        let stderr = String::from_utf8(refused.stderr).unwrap();
+        assert!(stderr.contains("a page of its own"), "{stderr}");
+    }
+}
+
+#[test]
+fn other_commands_lead_to_nsight() {
+    let export = training(Version::New, 2);
+    let directory = tempfile::tempdir().unwrap();
+    let files = ["x.nsys-rep", "x.qdstrm", "x.qdrep"].map(|name| {
+        let path = directory.path().join(name);
+        std::fs::write(&path, "a capture").unwrap();
+        path
+    });
+    let unknown = directory.path().join("x.bin");
+    std::fs::write(&unknown, [0xff; 64]).unwrap();
+    for command in ["advise", "explain"] {
+        let error = |path: &Path| {
+            let output = Command::new(env!("CARGO_BIN_EXE_vramlab")).arg(command).arg(path).output().unwrap();
+            assert_eq!(output.status.code(), Some(2));
+            String::from_utf8(output.stderr).unwrap().split_whitespace().collect::<Vec<_>>().join(" ")
+        };
+        for file in files.iter().chain([&export.path]) {
+            let text = error(file);
+            assert!(text.contains(" nsight ") && text.contains("Nsight Systems"), "{command}: {text}");
+        }
+        let text = error(&unknown);
+        assert!(text.contains("snapshot") && text.contains("Nsight Systems"), "{command}: {text}");
+    }
+}
+
+/// Two processes on two GPUs, with a graph that was traced as a whole, a named thread, and stacks of Python.
+fn several(version: Version) -> Export {
+    let mut export = Export::new(version);
+    let other = (77 << 24) | 5;
+    for at in [0, 1000] {
+        let launch = export.call("cudaGraphLaunch_v10000", at, at + 10);
+        export.graph(launch, (at + 20, at + 300));
+        let wait = export.memory_call("cudaFree_v3020", at + 50, at + 310, 4096);
+        let sql = "UPDATE CUPTI_ACTIVITY_KIND_RUNTIME SET callchainId = 9 WHERE correlationId = ?1";
+        export.db.execute(sql, [wait]).unwrap();
+        let launch = export.call_on(other, "cudaLaunchKernel_v7000", at, at + 10);
+        export.run("gemm", launch, (at + 20, at + 500), 13);
+        let sql = "UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET deviceId = 1, globalPid = ?1 WHERE correlationId = ?2";
+        export.db.execute(sql, [77 << 24, launch]).unwrap();
+        export.call_on(other, "cudaDeviceSynchronize_v3020", at + 30, at + 510);
+    }
+    for (depth, frame) in [(0, "cudaFree"), (1, "c10::free"), (2, "step (train.py:12)"), (3, "main (train.py:40)")] {
+        let symbol = export.string(frame);
+        export.insert("CUDA_CALLCHAINS", &[("id", &9), ("symbol", &symbol), ("stackDepth", &depth)]);
+    }
+    export.insert("NVTX_EVENTS", &[("start", &0), ("eventType", &39), ("globalTid", &other), ("text", &"loader")]);
+    export.insert("DIAGNOSTIC_EVENT", &[("severity", &2), ("text", &"Not all events were collected: 12 were lost.")]);
+    export
+}
+
+#[test]
+fn the_page_shows_processes_devices_graphs_stacks_and_lost_events() {
+    for version in [Version::Old, Version::New] {
+        let export = several(version);
+        let page = export.path.with_extension("html");
+        stdout(&report(&[export.path.to_str().unwrap(), "-o", page.to_str().unwrap()]));
+        let html = std::fs::read_to_string(&page).unwrap();
+        assert_eq!(html.matches("<svg").count(), 1);
+        for part in [
+            ">calls, pid 77, loader<",
+            ">calls, pid 1234, thread 77<",
+            ">pid 1234, GPU 0, stream 7<",
+            ">pid 77, GPU 1, stream 13<",
+            "graph 3, ",
+            "gemm, ",
+            "of it waiting",
+            "<td>step (train.py:12) &lt; main (train.py:40)<",
+            "Not all events were collected: 12 were lost.",
+        ] {
+            assert!(html.contains(part), "{part}: {html}");
+        }
+        let text = stdout(&nsight(&export.path, &["--tables"]));
+        assert!(text.contains("step (train.py:12) < main (train.py:40)"), "{text}");
+        let document: Value = serde_json::from_str(&stdout(&nsight(&export.path, &["--json"]))).unwrap();
+        assert_eq!(document["processes"], 2);
+        let stack = &document["tables"]["stacks"][0];
+        assert_eq!((&stack["call"], stack["frames"].as_array().unwrap().len()), (&Value::from("cudaFree"), 4));
+    }
+}
+
+#[test]
 fn other_files_are_refused_in_one_line() {
     let directory = tempfile::tempdir().unwrap();
     let text = directory.path().join("x.sqlite");
     std::fs::write(&text, "not a database ".repeat(300)).unwrap();
     let report = directory.path().join("x.nsys-rep");
     std::fs::write(&report, "a report").unwrap();
+    let raw = directory.path().join("x.qdstrm");
+    std::fs::write(&raw, "raw events").unwrap();
     for (file, part) in [
         (text.as_path(), "nsys export --type sqlite"),
-        (report.as_path(), "`nsys` is not on the PATH"),
+        (report.as_path(), "`nsys` is not on the PATH; export where it is: nsys export --type sqlite "),
         (&directory.path().join("missing.nsys-rep"), "No such file"),
-        (directory.path(), "not a regular file"),
+        (directory.path(), "no capture.json"),
+        (raw.as_path(), "QdstrmImporter -i "),
     ] {
         let program = env!("CARGO_BIN_EXE_vramlab");
         let output = Command::new(program).arg("nsight").arg(file).env("PATH", "").output().unwrap();

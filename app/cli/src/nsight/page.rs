@@ -1,13 +1,13 @@
 //! The page of a capture: the sentence, one picture, the table of calls. It works offline and runs no script.
 
 use super::picture::{self, Window, escaped};
+use super::screen;
 use super::summary::Summary;
-use super::{NsightArgs, screen};
 use anyhow::Result;
 use std::fmt::Write;
 use std::path::Path;
 use terminal::duration;
-use vramlab::output::{Existing, OutputFile};
+use vramlab::output::OutputFile;
 use vramlab_nsight::{Attribution, Capture};
 
 const STYLE: &str = "body{font:15px/1.5 sans-serif;max-width:1100px;margin:2em auto;padding:0 1em;color:#222;background:#fff}\
@@ -17,17 +17,19 @@ const STYLE: &str = "body{font:15px/1.5 sans-serif;max-width:1100px;margin:2em a
     .wait{background:repeating-linear-gradient(45deg,#000 0 1px,#fff 1px 3px);border:1px solid #000}\
     @media(prefers-color-scheme:dark){body{color:#ddd;background:#1c1c1c}th,td{border-color:#444}}";
 
+/// Call stacks on the page, those with the longest waits first.
+const MOST_STACKS: usize = 30;
+
 /// Writes the page.
 pub(crate) fn write(
-    args: &NsightArgs,
-    out: &Path,
+    file: &Path,
+    out: OutputFile,
     capture: &Capture,
     attribution: &Attribution,
     summary: &Summary,
 ) -> Result<()> {
-    let out = OutputFile::create(out, Existing::Replace)?;
     let window = Window::new(capture, attribution);
-    let title = args.file.file_name().map_or_else(|| "capture".into(), |name| name.to_string_lossy());
+    let title = file.file_name().map_or_else(|| "capture".into(), |name| name.to_string_lossy());
     let mut html = format!(
         "<!doctype html><html lang=\"en\"><head><meta charset=\"utf-8\">\
          <meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\
@@ -54,6 +56,16 @@ pub(crate) fn write(
         );
     }
     html += "</table>";
+    if !summary.tables.stacks.is_empty() {
+        html += "<h2>Call stacks</h2><table><tr><th>call<th>calls<th>time<th>waiting<th>stack</tr>";
+        for row in summary.tables.stacks.iter().take(MOST_STACKS) {
+            let [time, waiting] = [row.total_ns, row.blocked_ns].map(|ns| duration(ns.unsigned_abs()));
+            let stack = screen::frames(&row.frames).join(" < ");
+            let (call, stack) = (escaped(&row.call), escaped(&stack));
+            let _ = write!(html, "<tr><td>{call}<td>{}<td>{time}<td>{waiting}<td>{stack}</tr>", row.count);
+        }
+        html += "</table>";
+    }
     for note in &summary.notes {
         let _ = write!(html, "<p>Note: {}</p>", escaped(note));
     }

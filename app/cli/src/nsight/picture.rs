@@ -15,7 +15,7 @@ const MOST_LEVELS: usize = 4;
 const LONGEST_NS: i64 = 1_000_000_000;
 
 const WIDTH: f64 = 1000.0;
-const LEFT: f64 = 130.0;
+const LEFT: f64 = 170.0;
 const LANE: f64 = 22.0;
 
 // Okabe and Ito's colours, which people with any colour vision can tell apart (https://jfly.uni-koeln.de/color/).
@@ -121,7 +121,7 @@ pub(crate) fn svg(capture: &Capture, attribution: &Attribution, window: &Window)
         let _ = write!(
             svg,
             "<text x=\"0\" y=\"{middle:.1}\" fill=\"currentColor\">{}</text>",
-            escaped(&short(&lane.label, 20))
+            escaped(&short(&lane.label, 27))
         );
         for bar in &lane.bars {
             let (left, width) = (x(bar.start), (x(bar.end) - x(bar.start)).max(0.6));
@@ -216,6 +216,18 @@ fn ranges(capture: &Capture, window: &Window) -> Vec<Lane> {
     levels.into_values().take(MOST_LEVELS).enumerate().map(lane).collect()
 }
 
+/// Whether more than one process worked.
+fn several_processes(capture: &Capture) -> bool {
+    let mut processes =
+        capture.calls.iter().map(|call| call.process).chain(capture.work.iter().map(|work| work.process));
+    processes.next().is_some_and(|first| processes.any(|process| process != first))
+}
+
+/// The beginning of a label. The lower 24 bits of Nsight's global id are the system's number.
+fn process(id: i64) -> String {
+    format!("pid {}, ", id & 0xFF_FFFF)
+}
+
 /// Calls by thread.
 fn calls(capture: &Capture, attribution: &Attribution, window: &Window) -> Vec<Lane> {
     let blocked: HashMap<usize, i64> = attribution.waits.iter().map(|wait| (wait.call, wait.blocked_ns)).collect();
@@ -241,9 +253,15 @@ fn calls(capture: &Capture, attribution: &Attribution, window: &Window) -> Vec<L
             waited,
         });
     }
+    let several = several_processes(capture);
+    let processes: HashMap<i64, String> = match several {
+        true => capture.calls.iter().map(|call| (call.thread, process(call.process))).collect(),
+        false => HashMap::new(),
+    };
     let label = |thread: i64| {
         let name = capture.threads.get(&thread);
-        format!("calls, {}", name.map_or_else(|| format!("thread {}", thread & 0xFF_FFFF), Clone::clone))
+        let thread_name = name.map_or_else(|| format!("thread {}", thread & 0xFF_FFFF), Clone::clone);
+        format!("calls, {}{thread_name}", processes.get(&thread).map_or("", String::as_str))
     };
     most(threads, label)
 }
@@ -258,9 +276,11 @@ fn work(capture: &Capture, window: &Window) -> Vec<Lane> {
         let bar = Bar { start: work.start, end: work.end, colour, text, waited: 0 };
         streams.entry((work.process, work.device, work.stream)).or_default().push(bar);
     }
-    let label = |(_, device, stream): (i64, i64, i64)| {
+    let several = several_processes(capture);
+    let label = |(id, device, stream): (i64, i64, i64)| {
         let name = capture.streams.get(&stream).cloned().unwrap_or_else(|| format!("stream {stream}"));
-        if devices.len() > 1 { format!("GPU {device}, {name}") } else { name }
+        let name = if devices.len() > 1 { format!("GPU {device}, {name}") } else { name };
+        if several { process(id) + &name } else { name }
     };
     most(streams, label)
 }

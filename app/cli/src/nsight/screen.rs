@@ -139,12 +139,12 @@ fn tables(page: &mut Page, summary: &Summary, top: usize) {
         page.table(&table);
     }
     if !tables.stacks.is_empty() {
-        page.title("Call stacks of memory calls");
-        let columns = [Column::right("waiting"), Column::right("time"), Column::right("calls"), Column::text("stack")];
-        let mut table = Table::new(columns);
+        page.title("Call stacks, innermost frame first");
+        let columns = [Column::right("waiting"), Column::right("time").priority(2), Column::right("calls").priority(1)];
+        let mut table = Table::new(columns.into_iter().chain([Column::left("call"), Column::text("stack")]));
         for row in tables.stacks.iter().take(top) {
-            let frames = row.frames.iter().take(4).cloned().collect::<Vec<_>>().join(" < ");
-            table.row([time(row.blocked_ns), time(row.total_ns), row.count.to_string(), frames]);
+            let stack = frames(&row.frames).join(" < ");
+            table.row([time(row.blocked_ns), time(row.total_ns), row.count.to_string(), row.call.clone(), stack]);
         }
         page.table(&table);
     }
@@ -184,6 +184,14 @@ fn tables(page: &mut Page, summary: &Summary, top: usize) {
         }
         page.table(&table);
     }
+}
+
+/// The innermost frames of a stack: those of Python where it has any, because a Python program's author knows no others.
+pub(crate) fn frames(stack: &[String]) -> Vec<&str> {
+    const SHOWN: usize = 4;
+    let python = |frame: &&String| [".py:", ".py\"", ".py)", ".ipynb"].iter().any(|part| frame.contains(part));
+    let frames: Vec<&str> = stack.iter().filter(python).take(SHOWN).map(String::as_str).collect();
+    if frames.is_empty() { stack.iter().take(SHOWN).map(String::as_str).collect() } else { frames }
 }
 
 fn time(ns: i64) -> String {

@@ -1,5 +1,6 @@
 //! The tables of a capture. The keys are described in `schema.md`.
 
+use super::rows::CaptureRows;
 use serde::Serialize;
 use std::collections::{BTreeMap, HashMap};
 use vramlab_nsight::{Attribution, Capture, Source, Wait, WorkKind, idle, names, places};
@@ -22,6 +23,9 @@ pub(crate) struct Summary {
     /// Time in which a device worked.
     pub(crate) busy_ns: i64,
     pub(crate) tables: Tables,
+    /// With `--rows`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) rows: Option<CaptureRows>,
 }
 
 /// All calls that manage memory, together.
@@ -41,7 +45,7 @@ pub(crate) struct Tables {
     pub(crate) blocked_calls: Vec<WaitRow>,
     pub(crate) waited_for: Vec<BehindRow>,
     pub(crate) blocked_by_range: Vec<RangeRow>,
-    /// Call stacks of memory calls, where they were captured.
+    /// Call stacks of memory calls and of calls that may wait, where they were captured.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(crate) stacks: Vec<StackRow>,
     pub(crate) gpu_idle: Vec<IdleRow>,
@@ -119,9 +123,10 @@ pub(crate) struct RangeRow {
     pub(crate) blocked_ns_per_step: Option<i64>,
 }
 
-/// The memory calls with one stack.
+/// The calls with one stack.
 #[derive(Debug, Serialize)]
 pub(crate) struct StackRow {
+    pub(crate) call: String,
     /// From the innermost out.
     pub(crate) frames: Vec<String>,
     pub(crate) count: u64,
@@ -152,7 +157,7 @@ pub(crate) struct LaunchRow {
     pub(crate) queued_behind: u64,
 }
 
-/// MemoryCalls calls in one place of the run.
+/// Memory calls in one place of the run.
 #[derive(Debug, Serialize)]
 pub(crate) struct PlaceRow {
     pub(crate) place: String,
@@ -180,6 +185,7 @@ impl Summary {
             notes: capture.notes.clone(),
             memory: memory(capture, attribution),
             busy_ns: idle::busy_ns(capture),
+            rows: None,
             tables: Tables {
                 calls: calls(capture, attribution),
                 blocked_calls: attribution.waits.iter().map(|wait| blocked(capture, wait)).collect(),
@@ -339,10 +345,11 @@ fn by_range(capture: &Capture, waits: &[Wait]) -> Vec<RangeRow> {
 
 fn stacks(capture: &Capture, waits: &[Wait]) -> Vec<StackRow> {
     let blocked: HashMap<usize, i64> = waits.iter().map(|wait| (wait.call, wait.blocked_ns)).collect();
-    let mut rows: BTreeMap<&[String], StackRow> = BTreeMap::new();
+    let mut rows: BTreeMap<(usize, &[String]), StackRow> = BTreeMap::new();
     for (index, call) in capture.calls.iter().enumerate() {
         let Some(frames) = call.stack.map(|stack| capture.stacks[stack].as_slice()) else { continue };
-        let row = rows.entry(frames).or_insert_with(|| StackRow {
+        let row = rows.entry((call.name, frames)).or_insert_with(|| StackRow {
+            call: capture.call_name(call).name.clone(),
             frames: frames.to_vec(),
             count: 0,
             total_ns: 0,
