@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import summary, write_run
-from tests.nsight.exports import training
 from vramlab_analysis import __main__ as cli
 from vramlab_analysis import output
 from vramlab_analysis.errors import AnalysisError
@@ -157,27 +156,12 @@ def kinds(folder: Path) -> dict[str, tuple[int, str]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_writer_refuses_other_targets_than_files(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, case: str
-) -> None:
+def test_other_targets_than_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     path, said = unwritable(tmp_path / "place")[case]
-    capture = training(tmp_path / "x.sqlite")
     monkeypatch.chdir(tmp_path / "place")
     before, null = kinds(tmp_path / "place"), os.stat("/dev/null").st_rdev
     with pytest.raises(AnalysisError, match=said):
         output.write(path, "x")
-    if case not in ("no folder", "under a file"):  # it makes folders
-        drawn = path.with_name(path.name + ".svg") if case == "long" else path
-        if drawn.suffix != ".svg":  # the command wants a name that ends so
-            drawn = tmp_path / "place" / f"{case}.svg"
-            if path.name in os.listdir(tmp_path / "place"):
-                drawn.hardlink_to(path) if case in ("fifo", "socket") else drawn.symlink_to(path)
-            else:
-                return
-        before = kinds(tmp_path / "place")
-        monkeypatch.setattr(sys, "argv", ["vramlab-analysis", "nsight", "draw", str(capture), "-o", str(drawn)])
-        assert cli.main() == 2
-        assert capsys.readouterr().err.count("\n") == 1
     assert kinds(tmp_path / "place") == before
     assert os.stat("/dev/null").st_rdev == null
 
@@ -200,20 +184,3 @@ def test_neighbouring_files_are_unchanged(tmp_path: Path) -> None:
     (tmp_path / "report.html.part").write_text("a user's")
     output.write(tmp_path / "report.html", "page")
     assert (tmp_path / "report.html.part").read_text() == "a user's"
-
-
-def test_an_extracted_folder_replaces_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from vramlab_analysis.nsight.__main__ import main
-
-    capture = str(training(tmp_path / "x.sqlite"))
-    (tmp_path / "out.partial").mkdir()
-    (tmp_path / "out.partial" / "mine").write_text("mine")
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "link").symlink_to("elsewhere")
-    assert main(["extract", capture, "-o", str(tmp_path / "link")]) == 2
-    assert "is a symbolic link" in capsys.readouterr().err
-    assert main(["extract", capture, "-o", str(tmp_path / "out")]) == 0
-    assert (tmp_path / "out" / "capture.json").is_file()
-    assert (tmp_path / "out.partial" / "mine").read_text() == "mine"
-    assert list((tmp_path / "elsewhere").iterdir()) == []
-    assert not [path for path in tmp_path.iterdir() if path.name.endswith(".part")]

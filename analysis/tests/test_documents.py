@@ -14,8 +14,8 @@ from vramlab_analysis import agreement, documents, experiments, readme_figure, r
 from vramlab_analysis.errors import AnalysisError
 from vramlab_analysis.experiments import results
 from vramlab_analysis.measures import train_pace
-from vramlab_analysis.nsight import load, timeline
 from vramlab_analysis.pages import lookup
+from vramlab_analysis.plots import timeline
 
 ANSWERS = "experiments/answers.md"
 
@@ -319,9 +319,8 @@ def test_time_of_the_profiler_is_the_excess_over_runs_without_it() -> None:
 
 
 def test_runs_of_other_work_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    result = readme_figure.captured("naive")
-    wide = result.capture.path.replace("naive-sync-never", "naive-sync-never-hidden-2048")
-    assert Path(wide).is_dir()
-    other = dataclasses.replace(result, capture=load(Path(wide)))
+    capture = readme_figure.captured("naive")
+    other = dataclasses.replace(capture, path=f"{capture.path}-hidden-2048")
+    assert Path(other.path).is_dir()
     with pytest.raises(AnalysisError, match=r"different work than .* \(hidden\)"):
-        readme_figure.under_the_profiler("naive", other, timeline.window(result).length)
+        readme_figure.under_the_profiler("naive", other, timeline.window(capture).length)

@@ -30,7 +30,6 @@ def parser() -> argparse.ArgumentParser:
     for command in (steps, losses):
         command.add_argument("runs", nargs="+", metavar="RUN", help="directory of an experiment, or of a run record")
         command.add_argument("--json", action="store_true", help="print one JSON array with an object for each row")
-    commands.add_parser("nsight", help="report which call waited for which kernel, from a capture of Nsight Systems")
     figures = commands.add_parser("readme-figures", help="draw analysis/figures from the recorded results")
     figures.add_argument("-o", "--out", type=Path, default=None, metavar="DIR", help="output directory")
     readme = commands.add_parser(
@@ -78,10 +77,6 @@ def run(args: argparse.Namespace) -> None:
 
 def main() -> int:
     """Exit code 0, or 2 for bad input with one line that names the fault."""
-    if sys.argv[1:2] == ["nsight"]:  # a command line of its own
-        from vramlab_analysis.nsight.__main__ import main as nsight
-
-        return nsight(sys.argv[2:])
     args = parser().parse_args()
     if not sys.warnoptions:
         warnings.simplefilter("ignore")  # of the libraries, about values in a record

@@ -13,44 +13,43 @@ from pathlib import Path
 import polars as pl
 from matplotlib.figure import Figure
 
-from vramlab_analysis import histograms, inside, output, repository, style, truth
+from vramlab_analysis import captures, driver_trace, histograms, inside, output, repository, style, truth
 from vramlab_analysis.calls import MEMORY_CALLS, account
+from vramlab_analysis.captures import Capture
 from vramlab_analysis.errors import AnalysisError
 from vramlab_analysis.experiments import machine, newest, results
 from vramlab_analysis.measures import train_pace
-from vramlab_analysis.nsight import attribute, load, own_trace, timeline
-from vramlab_analysis.nsight.attribution import Attribution
-from vramlab_analysis.plots import headlines, latency, lines
+from vramlab_analysis.plots import headlines, latency, lines, timeline
 
 
-def captured(allocator: str) -> Attribution:
+def captured(allocator: str) -> Capture:
     """The newest capture of training steps under an allocator."""
-    return attribute(load(newest("nsight", f"{allocator}-sync-never")))
+    return captures.load(newest("nsight", f"{allocator}-sync-never"))
 
 
 def step(allocator: str) -> Figure:
     """One training step on the GPU, as captured: ranges, driver calls with their waiting, kernels."""
-    result = captured(allocator)
-    return timeline.draw(result, title=f"{gpu(result)}, one training step under {allocator}", width=9.0)
+    capture = captured(allocator)
+    return timeline.draw(capture, title=f"{gpu(capture)}, one training step under {allocator}", width=9.0)
 
 
-def gpu(result: Attribution) -> str:
+def gpu(capture: Capture) -> str:
     """The GPU of a capture in words."""
-    return machine(result.capture.source["devices"][0])
+    return machine(capture.document["devices"][0])
 
 
-def under_the_profiler(allocator: str, result: Attribution, length_ns: int) -> tuple[float, float]:
+def under_the_profiler(allocator: str, capture: Capture, length_ns: int) -> tuple[float, float]:
     """Microseconds of a captured step, and of the same step without the profiler: the median of the runs of `latency`.
 
     Raises AnalysisError when those runs did different work.
     """
     paces = []
-    about = own_trace.read(Path(result.capture.path)).about["settings"]
+    about = driver_trace.read(Path(capture.path)).about["settings"]
     for entry in results("latency", "gpu").select(alloc=allocator):
         other = [key for key in SAME_WORK if key in about and about[key] != entry.record.settings.get(key)]
         pace = train_pace(entry.record)
         if other or pace is None:
-            raise AnalysisError(f"{entry.path}: different work than {result.capture.path} ({', '.join(other)}).")
+            raise AnalysisError(f"{entry.path}: different work than {capture.path} ({', '.join(other)}).")
         paces.append(pace)
     return length_ns / 1e3, statistics.median(paces)
 
@@ -59,11 +58,11 @@ def three_timelines() -> Figure:
     """One training step under each allocator on one scale of time, and the profiler's share of each."""
     windows, titles = [], []
     for allocator in ("naive", "caching", "stream-ordered"):
-        result = captured(allocator)
-        shown = timeline.window(result)
+        capture = captured(allocator)
+        shown = timeline.window(capture)
         # Single operations have their marks below; the outer ranges show their part of the step.
         shown.ranges = shown.ranges[1:OUTER]
-        profiled, plain = under_the_profiler(allocator, result, shown.length)
+        profiled, plain = under_the_profiler(allocator, capture, shown.length)
         windows.append(shown)
         titles.append(
             f"{allocator}: {profiled:.0f} µs as captured, of which {profiled - plain:.0f} µs "
@@ -71,7 +70,7 @@ def three_timelines() -> Figure:
         )
     figure = timeline.draw_windows(windows, titles, width=9.0)
     figure.axes[-1].set_xlabel(
-        f"µs. {gpu(result)}: one training step, 4 layers of width 784, batch 64, MNIST, captured by Nsight Systems.\n"
+        f"µs. {gpu(capture)}: one training step, 4 layers of width 784, batch 64, MNIST, captured by Nsight Systems.\n"
         "Without it: medians of the runs of the spec `latency`, the same work on another such machine. What a\n"
         "captured step takes longer is the profiler's, with the ranges and the trace that a captured run writes.",
         fontsize=8,

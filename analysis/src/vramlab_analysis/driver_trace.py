@@ -1,17 +1,17 @@
-"""Calls that waited, from a run's own trace, without Nsight Systems.
+"""Calls that waited, from a run's own log of driver calls, without Nsight Systems, and its comparison with a capture.
 
 `driver_calls.jsonl` (the trainer's `--export`) has each driver call with its start, its duration, its stream, the
-ranges around it and what the meter took for waiting. It has nothing of the device: no start or end of a kernel. So
+ranges around it and the waiting that the meter measured. It has no times of kernels. So
 
-- **what a call waited for** is the last launch before it, on its stream or, for a call about the whole device, on any.
+- **the awaited work** is the last launch before it, on its stream or, for a call about the whole device, on any.
   Work of one stream is done in order, so with one stream this is exact.
-- **whether it was a candidate** is a matter of logic as in `attribution`: something was queued, and no call has waited
-  for it since. Kinds that wait are the documented ones; `mem_alloc` is none of them.
+- **whether it was a candidate** follows as in a capture (the crate `vramlab-nsight`): something was queued, and no
+  call has waited for it since. Kinds that wait are the documented ones; `mem_alloc` is none of them.
 - **blocked_ns** is the duration beyond the idle cost. The idle cost is the median of the calls of that kind, in the
-  same span, that were no candidates: it holds whatever else slows calls down at that time, such as a profiler. Where
-  there were none it is the cost that the trainer measured before the run.
-- A **free that gives back pages** of 2 MiB takes tens of microseconds more, and how much varies as much as short waits
-  last. For those the meter's own figure is taken.
+  same span, that were not candidates, so it includes whatever else slows calls down at that time, such as a profiler.
+  Without such calls it is the cost that the trainer measured before the run.
+- A **free that releases pages** of 2 MiB takes tens of microseconds more, and that time varies as much as short waits
+  last. For those the meter's own value is used.
 - A **launch** counts only when 1,000 or more were queued without a wait behind them, and it took four times the median.
 
 Calls are compared with a capture one by one: the two lists of the span have the same calls in the same order.
@@ -19,7 +19,10 @@ Calls are compared with a capture one by one: the two lists of the span have the
 
 from __future__ import annotations
 
+import csv
+import io
 import json
+import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -27,29 +30,20 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from vramlab_analysis.captures import Capture
 from vramlab_analysis.errors import AnalysisError, found, read_bytes, read_json
-from vramlab_analysis.nsight import extracted
-from vramlab_analysis.nsight.attribution import OWN_WORK, QUEUE, Attribution
-from vramlab_analysis.nsight.capture import Capture, step_numbers
 
+# As in the attribution of captures: outstanding launches from which a queue counts as full, and the number of idle
+# costs from which a call does work of its own.
+QUEUE, OWN_WORK = 1000, 4
 PAGE_SHIFT = 21  # pages of 2 MiB, the granularity of the driver's mappings
 WAITS = {"device_synchronize", "mem_free", "host_free", "mem_unmap", "stream_synchronize", "event_synchronize"}
 ONE_STREAM = {"stream_synchronize"}
 # Not in driver_calls.jsonl, because they bypass the trainer's driver.
 NOT_LOGGED = {"profiler", "device_synchronize", "pool_attribute"}
 SETTINGS = (
-    "allocator",
-    "dataset",
-    "hidden",
-    "layers",
-    "batch",
-    "sync",
-    "loader",
-    "nvtx",
-    "profile_steps",
-    "trace",
-    "export",
-)
+    "allocator", "dataset", "hidden", "layers", "batch", "sync", "loader", "nvtx", "profile_steps", "trace", "export",
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -90,11 +84,11 @@ class OwnBlocked:
 
 
 def read(record: Path, span: bool = True) -> OwnTrace:
-    """The calls of a run record, or of a directory that `extract --record` wrote.
+    """The calls of a run record; with `span` only those in the profiler's capture (`settings.profile_steps`).
 
-    With `span` only those between the start and the end of the profiler's capture (`settings.profile_steps`).
+    A directory of a capture's tables has them too: in `own.csv.xz`, or as the files of the run record.
     """
-    if (record / "capture.json").is_file():
+    if (record / "own.csv.xz").is_file():
         return _extracted(record)
     path = found(record / "driver_calls.jsonl")
     if path is None:
@@ -167,6 +161,12 @@ def _check(one: dict[str, Any]) -> None:
             raise ValueError(f"{key} is no text")
 
 
+def step_numbers(name: str) -> tuple[int, int] | None:
+    """First and last step of a range named `step 3` or `steps 9 to 16`."""
+    match = re.fullmatch(r"steps? (\d+)(?: to (\d+))?", name)
+    return (int(match[1]), int(match[2] or match[1])) if match else None
+
+
 def _pages(lines: Iterable[tuple[OwnCall, int | None]]) -> list[OwnCall]:
     """Marks the calls that map or unmap a page."""
     held: dict[int, int] = defaultdict(int)
@@ -208,18 +208,26 @@ def _captured(calls: list[OwnCall], steps: dict[str, int] | None, record: Path) 
 
 
 def _extracted(folder: Path) -> OwnTrace:
-    about = extracted.describe(folder)
-    if "own" not in about:
-        raise AnalysisError(f"{folder}: was extracted without the run record; extract it again with --record.")
-
-    def optional(text: str) -> int | None:
-        return int(text) if text else None
-
-    calls = [
-        OwnCall(int(r[0]), int(r[1]), int(r[2]), r[3], r[4] or None, optional(r[5]), optional(r[6]), r[7] == "1", r[8])
-        for r in extracted.read_table(folder / "own.csv.xz", extracted.OWN)
-    ]
-    return OwnTrace(calls, about["own"])
+    """The calls of a table that has only those of the capture. Its first column is the time since the row before."""
+    document = read_json(folder / "capture.json")
+    about = document.get("own") if isinstance(document, dict) else None
+    if not isinstance(about, dict) or not isinstance(about.get("settings", {}), dict):
+        raise AnalysisError(f"{folder / 'capture.json'}: own is not the description of a run's trace.")
+    table = folder / "own.csv.xz"
+    rows = csv.reader(io.StringIO(read_bytes(table).decode()))
+    next(rows, None)
+    calls: list[OwnCall] = []
+    time = 0
+    try:
+        for after, duration, metered, call, kernel, size, stream, pages, path in rows:
+            time += int(after)
+            call_bytes, on = (int(one) if one else None for one in (size, stream))
+            calls.append(
+                OwnCall(time, int(duration), int(metered), call, kernel or None, call_bytes, on, pages == "1", path)
+            )
+    except ValueError as error:
+        raise AnalysisError(f"{table}: line {rows.line_num}: {error}; was the file truncated?") from error
+    return OwnTrace(calls, about)
 
 
 def attribute(own: OwnTrace) -> list[OwnBlocked]:
@@ -297,9 +305,9 @@ def pair(capture: Capture, own: OwnTrace) -> list[tuple[int, int]]:
     Raises AnalysisError when the two are not of the same run.
     """
     ours = [index for index, call in enumerate(own.calls) if call.call not in NOT_LOGGED]
-    theirs = [index for index, call in enumerate(capture.calls) if call.kind not in NOT_LOGGED]
+    theirs = [index for index, call in enumerate(capture.calls) if call["kind"] not in NOT_LOGGED]
     kinds = [own.calls[index].call for index in ours]
-    if kinds != [capture.calls[index].kind for index in theirs]:
+    if kinds != [capture.calls[index]["kind"] for index in theirs]:
         raise AnalysisError(
             f"{capture.path}: the capture has {len(theirs)} driver calls and the run's own trace {len(ours)} in the "
             "same span, or in another order, so they are not of the same run."
@@ -307,24 +315,23 @@ def pair(capture: Capture, own: OwnTrace) -> list[tuple[int, int]]:
     return list(zip(theirs, ours, strict=True))
 
 
-def agree(result: Attribution, own: OwnTrace) -> list[Agreement]:
+def agree(capture: Capture, own: OwnTrace) -> list[Agreement]:
     """Compares a capture with the own trace of the same process, by kind of call."""
-    capture = result.capture
     of_own = dict(pair(capture, own))
     ours = {one.call: one for one in attribute(own)}
-    theirs = {one.call: one for one in result.blocked}
     by_kind: dict[str, Agreement] = {}
-    for call, other in of_own.items():
-        kind = capture.calls[call].kind
-        row = by_kind.setdefault(kind, Agreement(kind, 0, 0, 0, 0, 0, 0, capture.span[1] - capture.span[0]))
+    for index, other in of_own.items():
+        call = capture.calls[index]
+        kind = call["kind"]
+        row = by_kind.setdefault(kind, Agreement(kind, 0, 0, 0, 0, 0, 0, capture.document["span_ns"]))
         row.calls += 1
         row.metered_ns += own.calls[other].metered
-        mine, its = ours.get(other), theirs.get(call)
+        mine = ours.get(other)
         row.own_ns += mine.blocked_ns if mine else 0
-        if its:
-            row.waited_ns += its.waited_ns
-            row.blocked_ns += its.blocked_ns
-            queued_by = capture.work[its.work].call
+        if call["waited_for"] is not None:
+            row.waited_ns += call["waited_ns"]
+            row.blocked_ns += call["blocked_ns"]
+            queued_by = capture.work[call["waited_for"]]["call"]
             if mine and mine.launch is not None and queued_by is not None and of_own.get(queued_by) == mine.launch:
-                row.same_work_ns += its.blocked_ns
+                row.same_work_ns += call["blocked_ns"]
     return sorted(by_kind.values(), key=lambda row: -row.blocked_ns)

@@ -1,22 +1,15 @@
-"""A picture of a capture: ranges, driver calls with their waiting, the device's work, on one axis of time.
-
-`window` gives the data and needs Python alone; `draw` makes a figure and needs matplotlib.
-"""
+"""A picture of a capture: ranges, driver calls with their waiting, the device's work, on one axis of time."""
 
 from __future__ import annotations
 
-import io
-import re
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from vramlab_analysis import output
-from vramlab_analysis.errors import AnalysisError
-from vramlab_analysis.nsight.attribution import Attribution
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from vramlab_analysis.captures import Capture, Row
 
 # Okabe and Ito's colours, which people with any colour vision can distinguish (https://jfly.uni-koeln.de/color/).
 PHASES = {"load": "#999999", "forward": "#56B4E9", "loss": "#F0E442", "backward": "#E69F00", "update": "#CC79A7"}
@@ -52,94 +45,58 @@ class Window:
     ranges: list[list[Bar]]  # by depth
     calls: list[Bar]
     work: dict[str, list[Bar]]  # by stream
-    waits: list[tuple[int, int, int]]  # end of a kernel, end of the wait for it, index in calls
+    waits: list[tuple[int, int]]  # end of a kernel, end of the wait for it
     blocked_ns: int
 
 
-def parse_steps(text: str | None) -> tuple[int, int] | None:
-    """`3..4` as a pair."""
-    if text is None:
-        return None
-    found = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text)
-    if not found or int(found[1]) < 1 or int(found[2] or found[1]) < int(found[1]):
-        raise AnalysisError(f"--steps {text}: write one step or two as A..B, counted from 1 in the capture.")
-    return int(found[1]), int(found[2] or found[1])
+def window(capture: Capture) -> Window:
+    """A step from the middle of the capture, the one with the median duration; all of a capture without steps."""
+    start, end, title = 0, int(capture.document["span_ns"]), ""
+    if steps := capture.steps:
+        middle = sorted(steps[len(steps) // 4 :], key=lambda step: int(step["duration_ns"]))
+        step = middle[len(middle) // 2]
+        start, end, title = step["start_ns"], step["start_ns"] + step["duration_ns"], step["text"]
 
+    def bar(row: Row, text: str, group: str) -> Bar:
+        over = row["start_ns"] + row["duration_ns"]
+        return Bar(max(row["start_ns"], start) - start, min(over, end) - start, text, group)
 
-def window(
-    result: Attribution, steps: tuple[int, int] | None = None, start: int | None = None, end: int | None = None
-) -> Window:
-    """The contents of an interval or of some steps: first and last, counted from 1 in the capture.
+    def shown(row: Row) -> bool:
+        return bool(row["start_ns"] < end and row["start_ns"] + row["duration_ns"] > start)
 
-    Without either it is one step from the middle of the capture, the one with the median duration, or all of a capture
-    without steps. Raises AnalysisError when the capture has no such steps.
-    """
-    capture = result.capture
-    title = ""
-    if start is None or end is None:
-        start, end, title = _steps(result, steps)
-    shown = [one for one in capture.ranges if one.start < end and one.end > start]
-    depth = max((one.level for one in shown), default=-1) + 1
-    lanes: list[list[Bar]] = [[] for _ in range(depth)]
-    for one in shown:
-        lanes[one.level].append(
-            Bar(max(one.start, start) - start, min(one.end, end) - start, one.text, _phase(one.path))
-        )
-    waited = {one.call: one for one in result.blocked}
+    ranges: dict[int, list[Bar]] = {}
+    for row, path in zip(capture.ranges, capture.paths, strict=True):
+        if shown(row):
+            ranges.setdefault(row["level"], []).append(bar(row, row["text"], _phase(path)))
     calls: list[Bar] = []
-    waits: list[tuple[int, int, int]] = []
+    waits: list[tuple[int, int]] = []
     blocked = 0
-    for index, call in enumerate(capture.calls):
-        if call.start >= end or call.end <= start:
-            continue
-        bar = Bar(max(call.start, start) - start, min(call.end, end) - start, call.name, call.kind)
-        if found := waited.get(index):
-            bar.waited = min(found.blocked_ns, bar.end - bar.start)
-            blocked += found.blocked_ns
-            waits.append((capture.work[found.work].end - start, bar.start + bar.waited, len(calls)))
-        calls.append(bar)
-    work: dict[str, list[Bar]] = {}
-    for one_work in capture.work:
-        if one_work.start < end and one_work.end > start:
-            name = capture.streams.get(one_work.stream) or f"stream {one_work.stream}"
-            phase = _phase(capture.launch_path(one_work))
-            bar = Bar(max(one_work.start, start) - start, min(one_work.end, end) - start, one_work.name, phase)
-            work.setdefault(name, []).append(bar)
-    return Window(title, end - start, [lane for lane in lanes if lane], calls, work, waits, blocked)
-
-
-def _steps(result: Attribution, steps: tuple[int, int] | None) -> tuple[int, int, str]:
-    found = result.capture.steps
-    if not found:
-        if steps is not None:
-            raise AnalysisError(
-                f"{result.capture.path}: there are no ranges `step N` in the capture; name times instead."
-            )
-        return *result.capture.span, ""
-    if steps is None:
-        middle = sorted(found[len(found) // 4 :] or found, key=lambda one: one.end - one.start)
-        chosen = middle[len(middle) // 2]
-        return chosen.start, chosen.end, chosen.text
-    first, last = steps
-    if last > len(found):
-        raise AnalysisError(f"{result.capture.path}: has {len(found)} steps; {first}..{last} exceeds them.")
-    text = found[first - 1].text + (f" to {found[last - 1].text}" if last > first else "")
-    return found[first - 1].start, found[last - 1].end, text
+    for row in filter(shown, capture.calls):
+        call = bar(row, row["call"], row["kind"])
+        if row["waited_for"] is not None:
+            call.waited = min(row["blocked_ns"], call.end - call.start)
+            blocked += row["blocked_ns"]
+            work = capture.work[row["waited_for"]]
+            waits.append((work["start_ns"] + work["duration_ns"] - start, call.start + call.waited))
+        calls.append(call)
+    lanes: dict[str, list[Bar]] = {}
+    names = capture.document["rows"]["streams"]
+    for row in filter(shown, capture.work):
+        name = names.get(str(row["stream"])) or f"stream {row['stream']}"
+        lanes.setdefault(name, []).append(bar(row, row["name"], _phase(capture.launch_path(row))))
+    return Window(title, end - start, [ranges[level] for level in sorted(ranges)], calls, lanes, waits, blocked)
 
 
 def _phase(path: str) -> str:
     return next((part for part in path.split("/") if part in PHASES), "")
 
 
-def draw(
-    result: Attribution, steps: tuple[int, int] | None = None, *, title: str = "", width: float = 11.0, **times: Any
-) -> Figure:
-    """Draws a window: NVTX ranges by depth, driver calls by kind with waiting hatched, work by stream.
+def draw(capture: Capture, *, title: str = "", width: float = 11.0) -> Figure:
+    """Draws one window: NVTX ranges by depth, driver calls by kind with waiting hatched, work by stream.
 
-    Lines lead from the end of a kernel to the call that waited for it. `times` are `start` and `end`, see `window`.
-    Needs matplotlib.
+    Lines lead from the end of a kernel to the call that waited for it.
     """
-    return draw_windows([window(result, steps, **times)], [title], width=width)
+    return draw_windows([window(capture)], [title], width=width)
 
 
 def caption(shown: Window) -> str:
@@ -155,10 +112,6 @@ def caption(shown: Window) -> str:
 
 def draw_windows(windows: list[Window], titles: list[str], *, width: float = 11.0) -> Figure:
     """Draws windows below each other, all with the same scale of time. An empty title is the window's caption."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
     heights = [len(shown.ranges) + 1.2 + 1.15 * max(len(shown.work), 1) for shown in windows]
     figure = Figure(figsize=(width, 0.6 + sum(0.32 * height + 0.45 for height in heights)), layout="constrained")
     FigureCanvasAgg(figure)
@@ -200,7 +153,7 @@ def _panel(axes: Any, shown: Window, reach: float, width: float) -> None:
         _bars(axes, bars, y, 0.9, [PHASES.get(bar.group, "#bbbbbb") for bar in bars])
         labels.append((y + 0.45, name))
         y += 1.15
-    for over, returned, _ in shown.waits:
+    for over, returned in shown.waits:
         if over >= 0:
             axes.plot([over / _SCALE, returned / _SCALE], [work_top, calls_bottom], color=INK, linewidth=0.4, alpha=0.6)
     axes.set_ylim(y, -0.2)
@@ -222,20 +175,3 @@ def _texts(axes: Any, bars: list[Bar], y: float, reach: float, width: float) -> 
         if room > 4.2 * len(bar.text):
             middle = (bar.start + bar.end) / 2 / _SCALE
             axes.text(middle, y, bar.text, ha="center", va="center", fontsize=6.5, color=INK, clip_on=True)
-
-
-def save(figure: Figure, path: Path) -> None:
-    """Writes PNG or SVG, by the file's name; the same bytes each time."""
-    if path.suffix not in (".png", ".svg"):
-        raise AnalysisError(f"{path}: name a file that ends in .png or .svg.")
-    import matplotlib
-
-    data = io.BytesIO()
-    if path.suffix == ".svg":
-        # Without a salt, ids in the file are random.
-        with matplotlib.rc_context({"svg.hashsalt": "timeline"}):
-            figure.savefig(data, format="svg", metadata={"Date": None})
-    else:
-        figure.savefig(data, format="png", dpi=110, facecolor="white", metadata={"Software": None})
-    output.folder(path.parent)
-    output.write(path, data.getvalue())
