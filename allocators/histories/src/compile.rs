@@ -136,7 +136,7 @@ impl HistoryBuilder {
             transcript.check_complete()?;
         }
         // Stage 2: the memory before recording started.
-        let LookBack { mut beginning, names, unseen } = LookBack::of(&mut transcript, ending)?;
+        let LookBack { mut beginning, names, unseen, pending_at_end } = LookBack::of(&mut transcript, ending)?;
         let names = names.as_deref();
         // Stages 3 and 4: why segments were released, and when frees completed.
         memory::find_held_up_sizes(&mut transcript, &beginning, settings)?;
@@ -144,11 +144,19 @@ impl HistoryBuilder {
         let refused_from = transcript.refusals.refused_from(settings, before, transcript.segments.most_reserved);
         let windows = std::mem::take(&mut transcript.windows.closed);
         let Transcript { timeline, frees, slots, .. } = &mut transcript;
-        let retries = causes::decide(windows, settings, before, refused_from, timeline, &mut frees.deferred);
+        // Without a single completion the log may lack those events. Then frees are pending only where the end shows it.
+        if !frees.completes {
+            let is_pending = |free: &u32| timeline.is_before(*free) || pending_at_end.binary_search(free).is_ok();
+            frees.deferred.retain(is_pending);
+        }
+        // Only another stream delays a free.
+        let delays = slots.streams().len() > 1 || !frees.deferred.is_empty();
+        let device = causes::RecordedDevice { reserved: before, refused_from, delays };
+        let retries = causes::decide(windows, settings, device, timeline, &mut frees.deferred);
         // Stage 5: streams of deferred frees.
         let streams = streams::sort(&slots.streams(), timeline, &mut beginning);
         // A log in which every free completes immediately does not show when those with announced uses completed.
-        let tells = frees.completes && !frees.deferred.is_empty();
+        let tells = !frees.deferred.is_empty();
         let further_streams = if tells {
             streams::hold_up(&mut frees.deferred, streams.len(), timeline)?
         } else {

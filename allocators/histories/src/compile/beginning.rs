@@ -22,6 +22,8 @@ pub(super) struct LookBack {
     pub(super) names: Option<Vec<NamedRange>>,
     /// Error for ranges of expandable segments that were mapped before recording started.
     pub(super) unseen: Option<String>,
+    /// Operations of frees whose blocks are pending at the end, in order.
+    pub(super) pending_at_end: Vec<u32>,
 }
 
 impl LookBack {
@@ -47,8 +49,11 @@ impl LookBack {
             Some(ending) => Ending::of(transcript, ending),
             None => Err("it lacks the segments at its end"),
         };
+        let mut pending_at_end = Vec::new();
         let problem = match state {
             Ok(state) => {
+                pending_at_end.extend(state.waiting.iter().map(|(free, _)| *free));
+                pending_at_end.sort_unstable();
                 let added = add_ending(transcript, &state, names.as_deref(), &mut beginning);
                 added.map_err(|problem| wrong(transcript.number, problem))?;
                 None
@@ -59,7 +64,7 @@ impl LookBack {
         beginning.segments.sort_unstable_by_key(|segment| segment.addr);
         let unseen = ending.as_deref().and_then(|ending| transcript.segments.mapped_before(ending));
         beginning.unknown = problem.filter(|_| !beginning.is_empty()).map(str::to_owned);
-        Ok(Self { beginning, names, unseen })
+        Ok(Self { beginning, names, unseen, pending_at_end })
     }
 }
 

@@ -10,27 +10,45 @@ use vramlab_device::ranges::Ranges;
 use vramlab_policies::backends::CachingSettings;
 use vramlab_policies::policy::size::torch::{SMALL_SEGMENT, pool_of, segment_size};
 
-/// Decides for each closed window why segments were released; `reserved` bytes were reserved before recording started, and
-/// `refused_from` is the size from which the device refused, if failed requests show it. Writes the result into the timeline,
-/// adds frees of blocks that were pending to `deferred`, and returns the retried requests in order.
+/// The recorded device and its streams.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct RecordedDevice {
+    /// Bytes reserved before recording started.
+    pub(super) reserved: u64,
+    /// The size from which the device refused, if failed requests show it.
+    pub(super) refused_from: Option<u64>,
+    /// Whether the recording shows another stream that may delay a free.
+    pub(super) delays: bool,
+}
+
+/// Decides for each closed window why segments were released. Writes the result into the timeline, adds frees of blocks that were
+/// pending to `deferred`, and returns the retried requests in order.
 pub(super) fn decide(
     windows: Vec<ClosedWindow>,
     settings: &CachingSettings,
-    reserved: u64,
-    refused_from: Option<u64>,
+    device: RecordedDevice,
     timeline: &mut Timeline,
     deferred: &mut Vec<u32>,
 ) -> Vec<u32> {
+    let RecordedDevice { reserved, refused_from, delays } = device;
     let mut retries = Vec::new();
     for ClosedWindow { mut window, placeholder, first, end } in windows {
         window.reserved = window.reserved.wrapping_add(reserved);
         window.refused_from = refused_from.filter(|_| settings.memory_limit.is_none());
+        if !delays {
+            window.before = None;
+        }
         if settings.garbage_collection_threshold > 0.0 || settings.max_split_size.is_some() {
             // The released segments depend on free blocks, so a free that seems to have completed immediately is taken to have
             // done so.
             window.before = None;
         }
         let cause = window.cause(settings, end);
+        if let End::Alloc { bytes, stream } | End::Refused { bytes, stream } = end
+            && !window.before_fits(settings, bytes, stream)
+        {
+            window.before = None;
+        }
         let trims = cause == Cause::Trim;
         if trims {
             timeline.ops[placeholder as usize].set_kind(Kind::Trim);
@@ -209,6 +227,13 @@ impl Window {
         })
     }
 
+    /// Whether the block of the free that precedes the window may be in a free range that fits a request: then it was pending, since
+    /// the request did not get it.
+    fn before_fits(&self, settings: &CachingSettings, bytes: u64, stream: u64) -> bool {
+        self.before.is_some_and(|before| before.stream == stream)
+            && self.before_room >= Rules::pytorch(settings).rounded(bytes)
+    }
+
     /// Why ranges were unmapped in this window.
     pub(super) fn cause_of_parts(&self, settings: &CachingSettings, end: End) -> Cause {
         let (bytes, stream, otherwise) = match end {
@@ -264,6 +289,7 @@ mod tests {
         Window {
             completions: vec![Completion { op: 0, addr: 1, bytes: 512, size: None, stream: 0, after_release: false }],
             before: None,
+            before_room: 0,
             segments: sizes.iter().map(segment).collect(),
             reserved: reserved * MIB,
             refused_from: None,

@@ -94,6 +94,13 @@ impl Slots {
         self.live.remove(&addr)
     }
 
+    /// The addresses around a freed block up to the nearest live blocks.
+    pub(super) fn gap_at(&self, addr: u64) -> (u64, u64) {
+        let before = self.live.range(..addr).next_back().map_or(0, |(start, live)| start + live.bytes);
+        let behind = self.live.range(addr..).next().map_or(u64::MAX, |(start, _)| *start);
+        (before, behind)
+    }
+
     /// The live block that contains an address.
     pub(super) fn around(&mut self, addr: u64) -> Option<&mut Live> {
         let (start, live) = self.live.range_mut(..=addr).next_back()?;

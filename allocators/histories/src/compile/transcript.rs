@@ -167,6 +167,13 @@ impl Transcript {
     }
 
     fn close_window(&mut self, end: End) {
+        if let Some(before) = self.windows.current.before.filter(|_| end != End::Other) {
+            let (mut start, mut end) = self.slots.gap_at(before.addr);
+            if let Some((segment, bytes)) = self.segments.held_in(before.addr, 1) {
+                (start, end) = (start.max(segment), end.min(segment + bytes));
+            }
+            self.windows.current.before_room = end.saturating_sub(start);
+        }
         self.windows.close(end, self.frees.waiting() > 0, &mut self.timeline, &mut self.frees.deferred);
     }
 

@@ -36,6 +36,8 @@ pub(super) struct Window {
     /// The previous operation, if it is a free that completed immediately. It may also have been pending, and completed as the
     /// first event of this window.
     pub(super) before: Option<Completion>,
+    /// Upper bound on the free range that contains its block when the request of the window was made.
+    pub(super) before_room: u64,
     /// Segments in order.
     pub(super) segments: Vec<SegmentEvent>,
     /// Bytes reserved before its first segment event.
@@ -175,12 +177,14 @@ impl Windows {
     /// released, the reason depends on the settings, which snapshots contain after the events, so the decision waits for the end.
     /// `waits_on` is whether frees stay pending.
     pub(super) fn close(&mut self, end: End, waits_on: bool, timeline: &mut Timeline, deferred: &mut Vec<u32>) {
-        if self.current.is_empty() && !(matches!(end, End::Refused { .. }) && self.current.before.is_some()) {
+        // The free before a failed request may have been pending, which only the whole recording shows.
+        let refused_after_free = matches!(end, End::Refused { .. }) && self.current.before.is_some();
+        if self.current.is_empty() && !refused_after_free {
             self.current.before = None;
             return;
         }
         let mut window = Window { waits_on, ..std::mem::take(&mut self.current) };
-        let waits = window.may_be_trim(end);
+        let waits = window.may_be_trim(end) || refused_after_free;
         let placeholder = timeline.next_op();
         if waits {
             // Placeholder for `empty_cache`, if that is the cause.

@@ -43,6 +43,13 @@ impl Walk {
         self.lifetimes.push(Lifetime { requested, stream, pool, end: NEVER, end_elsewhere: NEVER });
     }
 
+    /// A failed request: a block until the next one.
+    fn request(&mut self, stream: u32, pool: u32, requested: u64) {
+        // CAST: a recording has fewer than 2^32 operations.
+        let end = self.lifetimes.len() as u32 + 1;
+        self.lifetimes.push(Lifetime { requested, stream, pool, end, end_elsewhere: end });
+    }
+
     /// A free, as operation `at`. `allocations` is the number of allocations before each operation.
     fn free(&mut self, op: &Op, at: u32, allocations: &[u32]) {
         let allocation = self.slots[op.slot as usize];
@@ -70,7 +77,8 @@ impl History {
     #[must_use]
     pub fn bytes_of_lifetimes(&self) -> usize {
         // CAST: sizes in memory.
-        let (blocks, slots, deferred) = (self.allocations as usize, self.slots as usize, self.deferred as usize);
+        let blocks = (self.allocations + self.refused) as usize;
+        let (slots, deferred) = (self.slots as usize, self.deferred as usize);
         let frees = self.ops.iter().filter(|op| matches!(op.kind(), Kind::Free | Kind::Release)).count();
         let frees = frees + self.beginning.frees.len();
         blocks * size_of::<Lifetime>()
@@ -88,6 +96,17 @@ impl History {
     /// pool is free for others when the pool was released.
     #[must_use]
     pub fn lifetimes(&self) -> Vec<Lifetime> {
+        self.lifetimes_of(&[Kind::Alloc])
+    }
+
+    /// As [`lifetimes`](Self::lifetimes), with the requests that failed in the recording: each as a block that is freed immediately.
+    #[must_use]
+    pub fn lifetimes_with_refused(&self) -> Vec<Lifetime> {
+        self.lifetimes_of(&[Kind::Alloc, Kind::Refused])
+    }
+
+    /// Lifetimes of the blocks that operations of these kinds request.
+    fn lifetimes_of(&self, requests: &[Kind]) -> Vec<Lifetime> {
         let before = self.beginning.blocks.len();
         // CAST: a recording has fewer than 2^32 allocations.
         let mut count = before as u32;
@@ -96,7 +115,7 @@ impl History {
             .iter()
             .map(|op| {
                 let number = count;
-                count += u32::from(op.kind() == Kind::Alloc);
+                count += u32::from(requests.contains(&op.kind()));
                 number
             })
             .collect();
@@ -118,6 +137,9 @@ impl History {
             match op.kind() {
                 Kind::Alloc => walk.alloc(op.slot, op.stream(), op.pool(), op.value),
                 Kind::Free | Kind::Release => walk.free(op, at, &allocations),
+                Kind::Refused if requests.contains(&Kind::Refused) => {
+                    walk.request(op.stream(), op.pool(), op.value);
+                }
                 Kind::Use | Kind::Trim | Kind::Refused | Kind::Nothing => {}
             }
         }
