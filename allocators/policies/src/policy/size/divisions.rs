@@ -26,25 +26,28 @@ fn divisions(text: &str) -> Option<u64> {
     if text.trim() == "0" { Some(0) } else { power(text).filter(|number| *number <= MOST) }
 }
 
-/// PyTorch's rules: the first size stands for all smaller ones too, `>` for all larger than the last, and sizes that are omitted in
-/// between have plain rounding.
+/// PyTorch's rules: the first size stands for all smaller ones too, `>` for all larger than the last (without one, larger than the
+/// smallest), and sizes that are omitted in between have plain rounding. Sizes may be in any order; a later entry counts.
 fn by_size(list: &str) -> Option<Divisions> {
-    let (mut out, mut last) = (Divisions::default(), None);
-    for part in list.split(',') {
+    let (mut out, mut last, mut first) = (Divisions::default(), 0, true);
+    let mut parts = list.split(',').peekable();
+    while let Some(part) = parts.next() {
+        // PyTorch accepts a comma at the end, and an empty list.
+        if part.trim().is_empty() && parts.peek().is_none() {
+            break;
+        }
         let (size, number) = part.split_once(':')?;
         let number = divisions(number)?;
         if size.trim() == ">" {
-            out.0[last? + 1..].fill(number);
-            last = Some(DIVISION_INTERVALS - 1);
+            out.0[last + 1..].fill(number);
             continue;
         }
         let at = (power(size)?.ilog2() as usize).min(DIVISION_INTERVALS - 1);
-        match last {
-            None => out.0[..=at].fill(number),
-            Some(last) if last < at => out.0[at] = number,
-            Some(_) => return None,
+        if std::mem::take(&mut first) {
+            out.0[..at].fill(number);
         }
-        last = Some(at);
+        out.0[at] = number;
+        last = at;
     }
     Some(out)
 }
@@ -103,7 +106,15 @@ mod tests {
         assert_eq!("off".parse(), Ok(Divisions::default()));
         // Larger than the last interval: the last.
         assert_eq!("[1048576:2]".parse(), Ok(Divisions::uniform(2)));
-        for text in ["", "3", "[", "[]", "[1:3]", "[3:4]", "[>:4]", "[4:2,2:2]", "[1:2,>:4,8:4]", "-1", "[1]"] {
+        // Without a size before it, `>` begins behind the smallest.
+        let above: Divisions = "[>:4]".parse().unwrap_or_default();
+        assert_eq!((above.0[0], above.0[1], above.0[15]), (0, 4, 4));
+        // The first size fills up to it, also after `>`; a later entry counts.
+        let later: Divisions = "[>:4,4:2,1:8]".parse().unwrap_or_default();
+        assert_eq!(later.0[..5], [8, 2, 2, 4, 4]);
+        assert_eq!("[1:2,>:4,8:4]".parse(), "[1:2,>:4]".parse::<Divisions>());
+        assert_eq!(("[]".parse(), "[1:2,]".parse()), (Ok(Divisions::default()), "[1:2]".parse::<Divisions>()));
+        for text in ["", "3", "[", "[1:3]", "[3:4]", "[,1:2]", "-1", "[1]"] {
             assert_eq!(text.parse::<Divisions>(), Err(ParseDivisionsError), "{text}");
         }
     }
