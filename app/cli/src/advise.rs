@@ -113,9 +113,10 @@ struct Advice {
     torch: Option<String>,
     /// Minimum memory over all settings.
     needed_bytes: Option<u64>,
-    /// The best settings of each kind, or those of `--conf`, best first; settings that run out of memory come last. The expected
-    /// peak decides; within 0.5 % of it fewer changes to the current settings and fewer driver calls; within 2 % a setting
-    /// that needs no line of Python precedes one that does.
+    /// The best settings of each kind, or those of `--conf`, best first; settings that run out of memory come last. The price
+    /// decides: the mean of the expected peak and of the minimum memory, to which each second in driver calls adds 2 %. Within 0.5 %
+    /// of it fewer changes to the current settings and fewer driver calls decide; within 2 % a setting that needs no line of Python
+    /// precedes one that does.
     settings: Vec<Setting>,
     /// The best of them without `expandable_segments`, if the first has it; `null` if it has not, or none was tested.
     without_expandable_segments: Option<Setting>,
@@ -138,6 +139,15 @@ struct Advice {
     unknown: Unknown,
     #[serde(skip)]
     run: String,
+    /// Whether `--conf` names the settings.
+    #[serde(skip)]
+    given: bool,
+    /// `--limit` as typed.
+    #[serde(skip)]
+    limit_text: Option<String>,
+    /// Whether the recording is a snapshot of PyTorch.
+    #[serde(skip)]
+    of_pytorch: bool,
 }
 
 /// Cache flushes during requests.
@@ -158,6 +168,10 @@ struct RecordedSettings {
     peak_requested_bytes: Option<u64>,
     /// The replay under the same settings.
     replayed: Outcome<Of>,
+    /// Minimum memory under the same settings, as of `settings`.
+    smallest_memory_bytes: Option<u64>,
+    #[serde(skip)]
+    current: Setting,
     /// Deviation of that replay's peak from the recorded peak, a measure of trust in the other values. `null` where the limit
     /// differs or is unknown.
     replayed_off_percent: Option<f64>,
@@ -365,6 +379,8 @@ struct Request {
     /// Settings that the search excludes.
     without: Vec<String>,
     torch: Option<Torch>,
+    /// `--limit` as typed.
+    limit_text: Option<String>,
 }
 
 impl Request {
@@ -373,7 +389,8 @@ impl Request {
             .iter()
             .try_for_each(|key| versions::check_name(key).with_context(|| format!("--without {key}")))?;
         let torch = args.torch.as_deref().map(|text| text.parse().with_context(|| format!("--torch {text}")));
-        Ok(Self { confs: confs(&args.conf)?, without: args.without.clone(), torch: torch.transpose()? })
+        let (without, limit_text) = (args.without.clone(), args.limit.clone());
+        Ok(Self { confs: confs(&args.conf)?, without, torch: torch.transpose()?, limit_text })
     }
 
     /// PyTorch versions that settings must suit.
@@ -398,14 +415,15 @@ fn advice(file: &Path, run: &RecordedRun, request: &Request, all: bool, recordin
     let recorded = &run.conf;
     let versions = request.versions(run)?;
     let (bounds, comparison) = std::thread::scope(|scope| {
-        let bounds = scope.spawn(|| Bounds::of(&run.trace, Search::On, |_| {}));
+        let bounds = scope.spawn(|| Bounds::with_refused(&run.trace, Search::On));
         let comparison = compare(&trial, recorded, request, versions, all);
         (bounds.join(), comparison)
     });
     // The panic hook has printed the message.
     let bounds = bounds.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
     let bounds = bounds.with_context(|| file.display().to_string())?;
-    let Comparison { replayed, settings, also_tried, others } = comparison?;
+    let Comparison { current, settings, also_tried, others } = comparison?;
+    let replayed = current.outcome.clone();
     let outcomes = settings.iter().map(|setting| &setting.outcome).chain(&also_tried).chain([&replayed]);
     outcomes.into_iter().try_for_each(|outcome| outcome.check(file, Some(&bounds)))?;
     others.iter().try_for_each(|outcome| outcome.check(file, None))?;
@@ -449,6 +467,8 @@ fn advice(file: &Path, run: &RecordedRun, request: &Request, all: bool, recordin
                 100.0 * (replayed.peak_reserved_bytes as f64 / peaks.reserved.max(1) as f64 - 1.0)
             }),
             replayed,
+            smallest_memory_bytes: current.smallest_memory_bytes,
+            current,
             out_of_memory: run.out_of_memory().cloned(),
         },
         limit_bytes: run.limit.map(|(limit, _)| limit),
@@ -480,13 +500,17 @@ fn advice(file: &Path, run: &RecordedRun, request: &Request, all: bool, recordin
             limit: run.limit_missing,
         },
         run: run.to_string(),
+        given: !request.confs.is_empty(),
+        limit_text: request.limit_text.clone(),
+        of_pytorch: recording.summary.format.is_snapshot(),
     })
 }
 
 /// Results of the replays.
 #[derive(Debug)]
 struct Comparison {
-    replayed: Outcome<Of>,
+    /// The recorded settings.
+    current: Setting,
     settings: Vec<Setting>,
     also_tried: Vec<Outcome<Of>>,
     others: Vec<Outcome<Other>>,
@@ -531,7 +555,7 @@ fn compare(
             outcomes.extend(run(&fresh, "settings around the best")?);
         }
         search::rank(&mut outcomes, recorded);
-        (outcomes.clone(), search::distinct(&outcomes, DETAILED))
+        (outcomes.clone(), search::finalists(&outcomes, DETAILED))
     } else {
         let mut outcomes = run(&request.confs, "settings")?;
         search::rank(&mut outcomes, recorded);
@@ -541,7 +565,14 @@ fn compare(
         Some(outcome) => outcome.clone(),
         None => trial.run(recorded)?,
     };
+    let is_current = |outcome: &Outcome<Of>| outcome.of.conf.acts_as(recorded);
+    let tested = detailed.iter().any(is_current);
+    let detailed: Vec<Outcome<Of>> = detailed.into_iter().chain((!tested).then_some(replayed)).collect();
     let mut settings = for_each(&detailed, "minimum memory", |outcome| trial.detailed(outcome.clone()))?;
+    // The recorded settings are last if they are not among the best.
+    let at = settings.iter().position(|setting| is_current(&setting.outcome)).unwrap_or(settings.len() - 1);
+    let current = if tested { settings[at].clone() } else { settings.remove(at) };
+    search::rank(&mut settings, recorded);
     if settings.iter().all(|setting| !setting.outcome.runs()) {
         settings.sort_by_key(|setting| setting.smallest_memory_bytes.unwrap_or(u64::MAX));
     }
@@ -553,5 +584,5 @@ fn compare(
     let others: Vec<Selection> =
         others.into_iter().map(Selection::of).filter(|alloc| !alloc.capabilities().follows_pytorch).collect();
     let others = in_parallel(cores(), &others, |alloc| trial.under(Other { alloc: alloc.clone() }, alloc))?;
-    Ok(Comparison { replayed, settings, also_tried: outcomes, others })
+    Ok(Comparison { current, settings, also_tried: outcomes, others })
 }

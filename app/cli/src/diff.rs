@@ -3,7 +3,7 @@
 use crate::explain::{Held, Line, Moment, held_at, place, when};
 use crate::reading::ReadArgs;
 use crate::recording::Recording;
-use crate::words::size;
+use crate::words::{no_frames, size};
 use anyhow::{Result, bail};
 use clap::Args;
 use serde::Serialize;
@@ -44,6 +44,8 @@ struct Diff {
     after: Side,
     /// Whether any event of either recording has stack frames.
     frames: bool,
+    #[serde(skip)]
+    of_pytorch: bool,
     /// Changes by line, the largest first.
     lines: Vec<LineChange>,
     /// Changes by requested size, the largest first.
@@ -185,6 +187,7 @@ fn compare(before: &Held, after: &Held, names: [(String, String); 2]) -> Diff {
     let lines = changes(&before.lines, &after.lines);
     let sizes = changes(&before.sizes, &after.sizes);
     let frames = before.frames || after.frames;
+    let of_pytorch = before.of_pytorch && after.of_pytorch;
     let [before, after] = [before, after].map(|side| side.moment.clone());
     let side = |(trace, at), moment| Side { trace, at, moment };
     let [first, second] = names;
@@ -192,6 +195,7 @@ fn compare(before: &Held, after: &Held, names: [(String, String); 2]) -> Diff {
         before: side(first, before),
         after: side(second, after),
         frames,
+        of_pytorch,
         lines: lines
             .into_iter()
             .map(|((line, inside, nearby), amounts): (Line, Amounts)| LineChange { line, inside, nearby, amounts })
@@ -262,10 +266,7 @@ fn report(diff: &Diff, top: usize, page: &mut Page) {
         page.note(format!("{} more: +{} and -{}; --top shows more", count - top, size(up), size(down)));
     }
     if !lines {
-        page.note(
-            "the recording has no stack frames; to see lines, record with \
-             torch.cuda.memory._record_memory_history(context=\"alloc\", stacks=\"python\")",
-        );
+        page.note(no_frames(diff.of_pytorch));
     }
 }
 

@@ -17,6 +17,7 @@ mod ranks;
 mod releases;
 mod screen;
 mod survey;
+mod transient;
 
 use self::phases::phases;
 use crate::history::{Devices, adopted};
@@ -44,6 +45,7 @@ pub(crate) use purposes::is_cublas_workspace;
 pub(crate) use releases::{By, Releases};
 pub(crate) use screen::{place, when};
 pub(crate) use survey::{Misses, captures_graphs};
+pub(crate) use transient::{Avoidable, autocast_copies, optimizer_temporaries};
 
 /// Default number of rows of each table.
 const ROWS: u16 = 5;

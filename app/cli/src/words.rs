@@ -40,3 +40,14 @@ pub(crate) fn grouped(count: u64) -> String {
     }
     out
 }
+
+/// The note of a recording without stack frames. Other programs' logs have none, and their authors have no use for PyTorch's
+/// functions.
+pub(crate) fn no_frames(of_pytorch: bool) -> &'static str {
+    if of_pytorch {
+        "the recording has no stack frames; to see lines, record with \
+         torch.cuda.memory._record_memory_history(context=\"alloc\", stacks=\"python\")"
+    } else {
+        "the recording has no stack frames, so lines are unknown"
+    }
+}

@@ -13,6 +13,7 @@ mod nsight_export;
 mod pty;
 
 mod advise;
+mod advise_agreement;
 mod convert;
 mod damaged_histories;
 mod deep_stacks;
@@ -26,6 +27,7 @@ mod nsight;
 mod oom;
 mod output;
 mod program;
+mod program_changes;
 mod replay;
 mod report;
 mod run;

@@ -44,6 +44,11 @@ impl Page {
         self.indented(&format!("{label:width$}{text}"), width);
     }
 
+    /// Adds a line that does not wrap, indented by two columns: for text to copy.
+    pub fn verbatim(&mut self, text: &str) {
+        self.text += &format!("  {}\n", visible(text));
+    }
+
     /// Adds an empty line, except at the top.
     pub fn gap(&mut self) {
         if !self.text.is_empty() {

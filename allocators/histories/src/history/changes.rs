@@ -2,6 +2,7 @@
 
 use super::op::{BY_DEVICE, Kind, NEVER, Release};
 use super::{History, PrivatePools};
+use std::collections::BTreeSet;
 
 impl History {
     /// Makes every free complete immediately, as if no other stream had used the block (without PyTorch's `record_stream`). The
@@ -60,6 +61,39 @@ impl History {
             op.value = bytes(number).unwrap_or(op.value);
         }
         self.not_comparable = Some("allocations have another size".into());
+    }
+
+    /// Removes allocations and failed requests, by number from 0 in recorded order, with their uses and frees. The failed requests
+    /// that are removed are no longer among [`out_of_memory`](Self::out_of_memory) either.
+    pub fn without_allocations(&mut self, allocations: &BTreeSet<u64>, refused: &BTreeSet<u64>) {
+        let (mut number, mut request) = (0, 0);
+        let mut removed = vec![false; self.slots as usize];
+        for op in &mut self.ops {
+            let remove = match op.kind() {
+                Kind::Alloc => {
+                    let remove = allocations.contains(&number);
+                    removed[op.slot as usize] = remove;
+                    number += 1;
+                    remove
+                }
+                Kind::Refused => {
+                    request += 1;
+                    refused.contains(&(request - 1))
+                }
+                Kind::Free | Kind::Release | Kind::Use => removed[op.slot as usize],
+                Kind::Trim | Kind::Nothing => false,
+            };
+            if remove {
+                self.deferred -= u64::from(op.kind() == Kind::Release);
+                self.operations -= u64::from(op.kind() != Kind::Refused);
+                op.set_kind(Kind::Nothing);
+            }
+        }
+        // The list has the last of the failed requests.
+        let first = self.refused - self.out_of_memory.len() as u64;
+        let mut at = first..;
+        self.out_of_memory.retain(|_| at.next().is_none_or(|number| !refused.contains(&number)));
+        self.not_comparable = Some("allocations are removed".into());
     }
 
     /// Merges all streams into one, so that every free block can serve every request and no free is deferred.

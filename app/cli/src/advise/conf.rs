@@ -14,8 +14,6 @@ use vramlab::settings::{Settings, list_parts};
 pub(super) const VARIABLE: &str = "PYTORCH_CUDA_ALLOC_CONF";
 
 const MIB: u64 = 1 << 20;
-/// Longest line that a screen of 80 columns shows with its indent.
-const LINE: usize = 78;
 
 /// Settings of PyTorch's allocator, with their text.
 #[derive(Clone, Debug)]
@@ -78,26 +76,6 @@ impl Conf {
             text if text.contains(['[', '>', ' ']) => format!("export {VARIABLE}='{text}'"),
             text => format!("export {VARIABLE}={text}"),
         }
-    }
-
-    /// The same, broken into lines that fit a screen; the shell joins them.
-    pub(super) fn export_lines(&self) -> Vec<String> {
-        let line = self.export();
-        if line.len() <= LINE {
-            return vec![line];
-        }
-        let plain: String = self.text.chars().filter(|c| *c != ' ').collect();
-        // In double quotes a shell removes a backslash before a line break.
-        let mut lines = vec![format!("export {VARIABLE}=\"")];
-        for part in plain.split_inclusive(',') {
-            match lines.last_mut() {
-                Some(line) if line.len() + part.len() < LINE => *line += part,
-                _ => lines.push(part.to_owned()),
-            }
-        }
-        let last = lines.len() - 1;
-        let end = |(at, line): (usize, String)| line + if at == last { "\"" } else { "\\" };
-        lines.into_iter().enumerate().map(end).collect()
     }
 
     /// Whether it has an effect only under a limit (`set_per_process_memory_fraction`).
@@ -237,7 +215,7 @@ mod tests {
             ("garbage_collection_threshold:1", "between 0 and 1"),
             ("garbage_collection_threshold:nan", "between 0 and 1"),
             ("roundup_power2_divisions:3", "power of two"),
-            ("roundup_power2_divisions:[256:1,128:2]", "power of two"),
+            ("roundup_power2_divisions:[256:1,100:2]", "power of two"),
             ("backend:jemalloc", "native or cudaMallocAsync"),
             ("large_segment_size_mb:40", "only 20"),
             ("per_process_memory_fraction:0.5", "--limit"),
@@ -265,16 +243,6 @@ mod tests {
             Conf::of(true, CachingSettings::default()).export(),
             "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
         );
-        let lines = Conf::of(false, settings).export_lines();
-        assert_eq!(
-            lines,
-            [
-                "export PYTORCH_CUDA_ALLOC_CONF=\"max_split_size_mb:96,\\",
-                "max_non_split_rounding_mb:64,roundup_power2_divisions:[4:0,>:8],\\",
-                "garbage_collection_threshold:0.6\""
-            ]
-        );
-        assert!(lines.iter().all(|line| line.len() <= LINE));
         assert!(Conf::of(false, settings).export().contains("='"), "brackets and > are the shell's");
     }
 

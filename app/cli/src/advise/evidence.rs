@@ -98,6 +98,21 @@ impl Evidence {
         (of > 0).then(|| 100.0 * (1.0 - peak as f64 / of as f64).max(0.0))
     }
 
+    /// Whether [`saving`](Self::saving) compares with the current settings from the common start, which reserve less there.
+    pub(super) fn starts_lower(&self) -> bool {
+        let needed = self.needed_reserved_bytes;
+        self.same_start_peak_reserved_bytes.is_some_and(|same_start| needed.is_some_and(|needed| same_start < needed))
+    }
+
+    /// The memory that [`saving`](Self::saving) compares with, in words.
+    pub(super) fn reference(&self) -> String {
+        let needed = self.needed_reserved_bytes.unwrap_or(0);
+        match self.same_start_peak_reserved_bytes.filter(|_| self.starts_lower()) {
+            Some(same_start) => format!("the {} that they reserve without the prior cache", Bytes(same_start)),
+            None => format!("the {} that the recorded program reserved and used", Bytes(needed)),
+        }
+    }
+
     /// Why the recording does not show the saving of a setting with this peak.
     pub(super) fn inconclusive(&self, peak: u64) -> String {
         let prior = Bytes(self.prior_reserved());

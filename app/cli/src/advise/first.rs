@@ -2,6 +2,7 @@
 
 use super::{Advice, Other, Outcome, Request, Verdict, advice};
 use crate::advise::recorded_run::RecordedRun;
+use crate::advise::sentences::at_least;
 use crate::reading::ReadArgs;
 use crate::recording::Recording;
 use anyhow::Result;
@@ -98,7 +99,13 @@ fn sentence(advice: &Advice) -> String {
     match advice.verdict {
         Verdict::Change => {
             let less = advice.saving_percent.map_or(String::new(), |saving| format!(" (-{saving:.1} %)"));
-            format!("{} reserves {reserved}{recorded}{less}", first.export)
+            let more = match (first.smallest_memory_bytes, advice.recorded.smallest_memory_bytes) {
+                (Some(least), Some(now)) if least > now => {
+                    format!(", but needs {} instead of {}", at_least(least), at_least(now))
+                }
+                _ => String::new(),
+            };
+            format!("{} reserves {reserved}{recorded}{less}{more}", first.export)
         }
         Verdict::Keep => {
             let tried = advice.settings.len() + advice.also_tried.len();

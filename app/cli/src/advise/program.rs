@@ -1,5 +1,5 @@
 //! Program changes that reduce memory where no setting does: calls of `empty_cache`, memory of other streams, workspaces, memory
-//! cached by an earlier part, private pools.
+//! cached by an earlier part, private pools, temporaries of optimizers, copies by autocast.
 //!
 //! Events show each cause, and a replay without the cause measures its cost.
 
@@ -7,7 +7,7 @@ use super::evaluate::{Of, Outcome, Trial};
 use super::evidence::Evidence;
 use super::recorded_run::RecordedRun;
 use super::{Verdict, WORTH};
-use crate::explain::{self, By, Releases, is_cublas_workspace};
+use crate::explain::{self, Avoidable, By, Releases, is_cublas_workspace};
 use crate::recording::Recording;
 use crate::words::counted;
 use anyhow::Result;
@@ -36,6 +36,10 @@ pub(super) enum Cause {
     LeftoverCache,
     /// Private pools keep unused segments reserved.
     PrivatePools,
+    /// Optimizer steps allocate lists of intermediate tensors.
+    OptimizerTemporaries,
+    /// Autocast caches copies of weights.
+    AutocastCopies,
 }
 
 impl Cause {
@@ -52,6 +56,14 @@ impl Cause {
             Self::LeftoverCache => "Call torch.cuda.empty_cache() once, where the earlier part ends.",
             Self::PrivatePools => {
                 "Delete the MemPool as soon as its blocks are freed: while it exists, empty_cache releases none of it."
+            }
+            Self::OptimizerTemporaries => {
+                "Create the optimizer with fused=True (Adam, AdamW, SGD, Adagrad), which needs no such tensors; with foreach=False it \
+                 needs those of one parameter at a time and takes more kernels."
+            }
+            Self::AutocastCopies => {
+                "Load the weights in autocast's precision (model.to(torch.bfloat16)): then no copies are made. Without gradients \
+                 torch.autocast(..., cache_enabled=False) frees each copy after its operator, too."
             }
         }
     }
@@ -73,7 +85,7 @@ pub(super) struct Change {
     pub(super) cause: Cause,
     /// Source lines, the most frequent first.
     pub(super) lines: Vec<Line>,
-    /// Number of `empty_cache` calls, cache misses, workspaces or private pools.
+    /// Number of `empty_cache` calls, cache misses, workspaces, private pools, temporaries or copies.
     pub(super) times: u64,
     /// Their bytes: released, requested or reserved.
     pub(super) bytes: u64,
@@ -116,6 +128,8 @@ impl Change {
         let begins = match self.cause {
             Cause::OtherStreams => "On one stream",
             Cause::Workspaces => "With 128 KiB each",
+            Cause::OptimizerTemporaries => "With fused=True",
+            Cause::AutocastCopies => "Without the copies",
             _ => "Without it",
         };
         let (peak, instead_of) = (Bytes(without.peak_reserved_bytes), Bytes(instead));
@@ -244,6 +258,8 @@ fn findings(recording: &Recording, run: &RecordedRun, evidence: &Evidence) -> Re
         workspaces(recording),
         prior_cache(run, evidence),
         private_pools(recording),
+        optimizer_temporaries(recording),
+        autocast_copies(recording),
     ];
     Ok(findings.into_iter().flatten().collect())
 }
@@ -429,4 +445,35 @@ fn private_pools(recording: &Recording) -> Option<Finding> {
         segments,
         removal: Some(removal),
     })
+}
+
+/// Intermediate tensors that optimizer steps allocate and free.
+fn optimizer_temporaries(recording: &Recording) -> Option<Finding> {
+    let temporaries = explain::optimizer_temporaries(recording);
+    let description = format!(
+        "Optimizer steps hold up to {} in intermediate tensors, {} that the same step frees",
+        Bytes(temporaries.peak_bytes),
+        counted(temporaries.numbers.len() as u64, "allocation")
+    );
+    avoidable(recording, Cause::OptimizerTemporaries, description, temporaries)
+}
+
+/// Copies of weights that autocast caches.
+fn autocast_copies(recording: &Recording) -> Option<Finding> {
+    let copies = explain::autocast_copies(recording);
+    let description = format!(
+        "Autocast caches up to {} in copies of weights, {}",
+        Bytes(copies.peak_bytes),
+        counted(copies.numbers.len() as u64, "allocation")
+    );
+    avoidable(recording, Cause::AutocastCopies, description, copies)
+}
+
+fn avoidable(recording: &Recording, cause: Cause, description: String, found: Avoidable) -> Option<Finding> {
+    let Avoidable { numbers, refused, stacks, peak_bytes } = found;
+    let times = numbers.len() as u64;
+    let lines = lines(recording, stacks.into_iter().map(|stack| (stack, 1)));
+    let removal: Removal = Box::new(move |history| history.without_allocations(&numbers, &refused));
+    let removal = Some(removal);
+    (times > 0).then_some(Finding { cause, description, lines, times, bytes: peak_bytes, segments: 0, removal })
 }

@@ -235,8 +235,10 @@ pub(super) fn report(answer: &Ranks, all: bool, page: &mut Page) {
     }
     for setting in &answer.settings {
         page.title(format!("{}. {}", setting.rank, setting.conf.shown()));
-        let lines = setting.conf.export_lines().into_iter().chain(setting.conf.python(answer.worst.limit_bytes));
-        lines.for_each(|line| page.labelled("", 2, &line));
+        page.verbatim(&setting.conf.export());
+        if let Some(python) = setting.conf.python(answer.worst.limit_bytes) {
+            page.labelled("", 2, &python);
+        }
         let runs = match (setting.out_of_memory, setting.smallest_memory_bytes.map(at_least)) {
             (true, Some(least)) => format!("out of memory; minimum memory for all ranks {least}"),
             (true, None) => "out of memory".to_owned(),

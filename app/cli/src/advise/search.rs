@@ -1,15 +1,17 @@
 //! Settings to test: a coarse grid, then settings near the best of each kind; and their ranking.
 
 use super::conf::Conf;
-use super::evaluate::{Of, Outcome};
+use super::evaluate::{Of, Outcome, Setting};
 use vramlab::backends::CachingSettings;
 use vramlab::policy::size::torch::Divisions;
 
 const MIB: u64 = 1 << 20;
 
-/// Peaks that differ by less count as equal: then fewer changes and fewer driver calls decide.
+/// Prices that differ by less count as equal: then fewer changes and fewer driver calls decide.
 const EQUAL: f64 = 0.005;
-/// A setting may reserve this much more than one that needs a line of Python, and still precede it.
+/// The weight of one second in driver calls, as a share of the memory.
+const SECOND: f64 = 0.02;
+/// A setting may cost this much more than one that needs a line of Python, and still precede it.
 const WITHOUT_PYTHON: f64 = 0.02;
 
 /// Values of `max_split_size_mb`.
@@ -113,45 +115,99 @@ pub(super) fn new_ones(confs: Vec<Conf>, tried: &mut Vec<Conf>) -> Vec<Conf> {
     fresh
 }
 
+/// A setting with the figures that its rank follows from.
+pub(super) trait Ranked {
+    /// Its replay.
+    fn outcome(&self) -> &Outcome<Of>;
+
+    /// Minimum memory, if it was searched.
+    fn smallest_memory_bytes(&self) -> Option<u64> {
+        None
+    }
+
+    /// The price of a setting under which the program runs; the cheapest is the best. It is the mean of the expected peak of reserved
+    /// memory (what other programs on the GPU cannot have) and of the minimum memory (what the GPU must have), and each second in
+    /// driver calls adds 2 %. Where the minimum memory was not searched, the peak stands for it.
+    fn price(&self) -> f64 {
+        let outcome = self.outcome();
+        let peak = outcome.expected_peak_reserved_bytes;
+        // CAST: bytes of a device, below 2^53.
+        let memory = (peak as f64 + self.smallest_memory_bytes().unwrap_or(peak) as f64) / 2.0;
+        memory * (1.0 + SECOND * outcome.simulated_s.unwrap_or(0.0))
+    }
+
+    /// Whether the setting is better than another, by more than prices are exact: the program runs only under it, or its price is
+    /// lower, or it needs less memory where the program runs under neither.
+    fn is_better_than(&self, other: &impl Ranked) -> bool {
+        let least = |setting: Option<u64>| setting.unwrap_or(u64::MAX);
+        match (self.outcome().runs(), other.outcome().runs()) {
+            (true, true) => {
+                let limited = |setting: &Outcome<Of>| setting.of.conf.needs_limit();
+                let python = limited(self.outcome()) && !limited(other.outcome());
+                let margin = EQUAL + if python { WITHOUT_PYTHON } else { 0.0 };
+                self.price() < other.price() * (1.0 - margin)
+            }
+            (false, false) => least(self.smallest_memory_bytes()) < least(other.smallest_memory_bytes()),
+            (runs, _) => runs,
+        }
+    }
+}
+
+impl Ranked for Outcome<Of> {
+    fn outcome(&self) -> &Outcome<Of> {
+        self
+    }
+}
+
+impl Ranked for Setting {
+    fn outcome(&self) -> &Outcome<Of> {
+        &self.outcome
+    }
+
+    fn smallest_memory_bytes(&self) -> Option<u64> {
+        self.smallest_memory_bytes
+    }
+}
+
 /// Sorts the best first. Settings that run out of memory come last, preceded by those that exceed the limit. Among the others
-/// the peak decides; for equal peaks the number of changes to the `recorded` setting and the number of driver calls.
-pub(super) fn rank(outcomes: &mut Vec<Outcome<Of>>, recorded: &Conf) {
-    let mut remaining = std::mem::take(outcomes);
+/// the [price](Ranked::price) decides; for equal prices the number of changes to the `recorded` setting and the number of driver
+/// calls.
+pub(super) fn rank<T: Ranked>(settings: &mut Vec<T>, recorded: &Conf) {
+    let mut remaining = std::mem::take(settings);
     while !remaining.is_empty() {
-        let over = remaining.iter().all(|outcome| !outcome.runs());
-        let fits = |outcome: &Outcome<Of>| !outcome.out_of_memory && outcome.over_limit == over;
-        let runs: Vec<&Outcome<Of>> = remaining.iter().filter(|outcome| fits(outcome)).collect();
+        let over = remaining.iter().all(|setting| !setting.outcome().runs());
+        let fits = |setting: &T| !setting.outcome().out_of_memory && setting.outcome().over_limit == over;
+        let runs: Vec<&T> = remaining.iter().filter(|setting| fits(setting)).collect();
         let next = if runs.is_empty() {
             // A later failure indicates that the setting needs less.
             let reached =
                 |outcome: &Outcome<Of>| outcome.first_failure.as_ref().map_or(0, |failure| failure.allocation);
             let key = |outcome: &Outcome<Of>| (std::cmp::Reverse(reached(outcome)), outcome.of.conf.changes());
-            (0..remaining.len()).min_by_key(|at| key(&remaining[*at]))
+            (0..remaining.len()).min_by_key(|at| key(remaining[*at].outcome()))
         } else {
-            let peak = |outcome: &Outcome<Of>| outcome.expected_peak_reserved_bytes;
-            // CAST: bytes of a device, below 2^53.
-            let near = |bytes: u64, least: u64, share: f64| bytes as f64 <= least as f64 * (1.0 + share);
+            let near = |price: f64, least: f64, share: f64| price <= least * (1.0 + share);
+            let least_of = |prices: &mut dyn Iterator<Item = f64>| prices.min_by(f64::total_cmp);
             // A program that ran under such a setting has the line of Python already.
-            let without_python = |outcome: &Outcome<Of>| recorded.needs_limit() || !outcome.of.conf.needs_limit();
-            let least = runs.iter().map(|outcome| peak(outcome)).min().unwrap_or(0);
-            let least_without_python =
-                runs.iter().filter(|outcome| without_python(outcome)).map(|outcome| peak(outcome)).min();
-            let least_without_python = least_without_python.filter(|bytes| near(*bytes, least, WITHOUT_PYTHON));
-            let good = |outcome: &Outcome<Of>| {
-                fits(outcome)
+            let without_python = |setting: &T| recorded.needs_limit() || !setting.outcome().of.conf.needs_limit();
+            let least = least_of(&mut runs.iter().map(|setting| setting.price())).unwrap_or(0.0);
+            let plain = runs.iter().filter(|setting| without_python(setting));
+            let least_without_python = least_of(&mut plain.map(|setting| setting.price()));
+            let least_without_python = least_without_python.filter(|price| near(*price, least, WITHOUT_PYTHON));
+            let good = |setting: &T| {
+                fits(setting)
                     && match least_without_python {
-                        Some(least) => without_python(outcome) && near(peak(outcome), least, EQUAL),
-                        None => near(peak(outcome), least, EQUAL),
+                        Some(least) => without_python(setting) && near(setting.price(), least, EQUAL),
+                        None => near(setting.price(), least, EQUAL),
                     }
             };
-            let cost = |outcome: &Outcome<Of>| {
-                let conf = &outcome.of.conf;
-                (!conf.acts_as(recorded), conf.changes(), outcome.calls())
+            let cost = |setting: &T| {
+                let conf = &setting.outcome().of.conf;
+                (!conf.acts_as(recorded), conf.changes(), setting.outcome().calls())
             };
             (0..remaining.len()).filter(|at| good(&remaining[*at])).min_by_key(|at| cost(&remaining[*at]))
         };
         // `next` is never `None`: settings that run have a minimum, and otherwise all are candidates.
-        outcomes.push(remaining.remove(next.unwrap_or(0)));
+        settings.push(remaining.remove(next.unwrap_or(0)));
     }
 }
 
@@ -173,6 +229,16 @@ pub(super) fn distinct(ranked: &[Outcome<Of>], count: usize) -> Vec<Outcome<Of>>
         if out.len() < count && !out.iter().any(|chosen| keys(&chosen.of.conf) == keys(&outcome.of.conf)) {
             out.push(outcome.clone());
         }
+    }
+    out
+}
+
+/// The settings whose minimum memory is worth a search: the best of each kind, at most `count`, and plain expandable segments.
+pub(super) fn finalists(ranked: &[Outcome<Of>], count: usize) -> Vec<Outcome<Of>> {
+    let mut out = distinct(ranked, count);
+    let plain = Conf::of(true, CachingSettings::default());
+    if !out.iter().any(|outcome| outcome.of.conf.acts_as(&plain)) {
+        out.extend(ranked.iter().find(|outcome| outcome.of.conf.acts_as(&plain)).cloned());
     }
     out
 }
@@ -221,6 +287,33 @@ mod tests {
         let mut ranked = list.to_vec();
         rank(&mut ranked, &"expandable_segments:True".parse().unwrap());
         assert_eq!(order(&ranked)[0], "expandable_segments:True");
+    }
+
+    fn setting(conf: &str, peak: u64, least: u64, seconds: f64) -> Setting {
+        let outcome = Outcome { simulated_s: Some(seconds), ..outcome(conf, peak, 0, 1) };
+        let (export, python) = (String::new(), None);
+        let instant_peak_reserved_bytes = peak;
+        Setting { rank: 0, outcome, smallest_memory_bytes: Some(least), instant_peak_reserved_bytes, export, python }
+    }
+
+    #[test]
+    fn rank_weighs_peak_minimum_memory_and_driver_time() {
+        let ranked = |list: &[Setting]| {
+            let mut list = list.to_vec();
+            rank(&mut list, &Conf::torch());
+            list.iter().map(|setting| setting.conf().text().to_owned()).collect::<Vec<_>>()
+        };
+        let (now, split, expandable) = ("", "max_split_size_mb:32", "expandable_segments:True");
+        // A lower peak that needs a larger GPU is not better.
+        let needs_more = [setting(split, 601, 601, 0.1), setting(now, 620, 524, 0.1)];
+        assert_eq!(ranked(&needs_more), [now, split]);
+        assert!(!needs_more[0].is_better_than(&needs_more[1]) && needs_more[1].is_better_than(&needs_more[0]));
+        // Seconds of driver calls cost more than a little memory.
+        let slow = [setting(split, 1000, 1000, 8.9), setting(expandable, 1020, 1010, 0.05)];
+        assert_eq!(ranked(&slow), [expandable, split]);
+        // What is worse in nothing is never behind.
+        let dominated = [setting(split, 1000, 990, 0.05), setting(expandable, 1000, 950, 0.05)];
+        assert_eq!(ranked(&dominated), [expandable, split]);
     }
 
     #[test]

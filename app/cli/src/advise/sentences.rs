@@ -2,6 +2,7 @@
 
 use super::evaluate::{Outcome, Setting};
 use super::evidence::Evidence;
+use super::search::Ranked;
 use super::{Advice, LimitSource, Other, Verdict, program};
 use crate::explain::phases;
 use crate::replay::Bounds;
@@ -37,7 +38,10 @@ pub(super) fn report(advice: &Advice, all: bool, page: &mut Page) {
 /// Ends the page with the next command.
 pub(super) fn end(advice: &Advice, page: &mut Page) {
     page.gap();
-    let limit = advice.limit_bytes.map_or(String::new(), |limit| format!(" --limit {limit}B"));
+    let limit = advice.limit_bytes.map_or(String::new(), |limit| match &advice.limit_text {
+        Some(text) => format!(" --limit {}", quoted(text)),
+        None => format!(" --limit {limit}B"),
+    });
     let (trace, gpu) = (quoted(&advice.trace), advice.gpus.argument());
     let arguments = format!("replay {trace} --alloc caching,pytorch-expandable{limit}{gpu}");
     page.next(&command("vramlab", &arguments));
@@ -85,6 +89,7 @@ pub(super) fn recorded_run(advice: &Advice) -> Vec<String> {
     // Spaces allow line breaks.
     let conf = recorded.conf.shown().replace(',', ", ");
     let mut text = match advice.settings_known {
+        _ if !advice.of_pytorch => format!("{} The log names no settings of its allocator.", advice.run),
         true => format!("{} Settings: {conf}.", advice.run),
         false => format!("{} The file lacks the settings; {conf} assumed.", advice.run),
     };
@@ -103,7 +108,10 @@ pub(super) fn recorded_run(advice: &Advice) -> Vec<String> {
     if let Some((limit, source)) = advice.limit_bytes.zip(advice.limit_source) {
         let limit = Bytes(limit);
         out.push(match source {
-            LimitSource::Given => format!("Memory limit: {limit} (--limit)."),
+            LimitSource::Given => match &advice.limit_text {
+                Some(text) => format!("Memory limit: --limit {text}."),
+                None => format!("Memory limit: {limit} (--limit)."),
+            },
             LimitSource::Retries => {
                 let (times, most) =
                     advice.released.as_ref().map_or((0, 0), |released| (released.times, released.limit_most_bytes));
@@ -162,8 +170,20 @@ fn prior_cache(Evidence { before, told_from_end, .. }: &Evidence) -> Option<Stri
     Some(out)
 }
 
+/// A saving, and what it is compared with where that is not the row of the current settings.
+fn saving_words(advice: &Advice, saving: Option<f64>) -> Option<String> {
+    let saving = saving.filter(|saving| *saving > 0.0)?;
+    let other = advice.evidence.same_start_peak_reserved_bytes.filter(|_| advice.evidence.starts_lower());
+    Some(format!("-{saving:.1} %{}", other.map_or(String::new(), |bytes| format!(" from {}", Bytes(bytes)))))
+}
+
 /// Peak, minimum memory and cost of a setting.
-fn outlook(setting: &Setting, saving: Option<f64>) -> String {
+fn outlook(setting: &Setting, saving: Option<String>) -> String {
+    format!("{}; {}", memory(setting, saving), cost(&setting.outcome))
+}
+
+/// Peak and minimum memory of a setting.
+fn memory(setting: &Setting, saving: Option<String>) -> String {
     let Setting { outcome, smallest_memory_bytes, instant_peak_reserved_bytes, .. } = setting;
     let reserved = Bytes(outcome.peak_reserved_bytes);
     let mut out = match &outcome.first_failure {
@@ -171,7 +191,6 @@ fn outlook(setting: &Setting, saving: Option<f64>) -> String {
         None if outcome.over_limit => format!("peak reserved {reserved}, above the limit"),
         None => format!("peak reserved {reserved}"),
     };
-    let saving = saving.filter(|saving| *saving > 0.0).map(|saving| format!("-{saving:.1} %"));
     let differs = *instant_peak_reserved_bytes != outcome.peak_reserved_bytes;
     let instant = differs.then(|| format!("{} without deferred frees", Bytes(*instant_peak_reserved_bytes)));
     let remarks: Vec<String> = saving.into_iter().chain(instant).collect();
@@ -186,7 +205,7 @@ fn outlook(setting: &Setting, saving: Option<f64>) -> String {
         Some(least) => format!(", minimum memory {}", at_least(*least)),
         None => ", out of memory at every tested size".to_owned(),
     };
-    format!("{out}; {}", cost(outcome))
+    out
 }
 
 fn cost<T>(outcome: &Outcome<T>) -> String {
@@ -242,27 +261,16 @@ fn settings_to_change(advice: &Advice, page: &mut Page) {
                 format!("No setting avoids the out-of-memory ({settings} tested). Minimum memory: {needed}, under:"),
             );
         }
-        Verdict::Keep => {
-            paragraph(
-                page,
-                match tried {
-                    1 => "Keep the current settings; no others were tested:".to_owned(),
-                    _ => match advice.saving_percent.filter(|saving| *saving > 0.0) {
-                        Some(saving) => format!(
-                            "Keep the current settings; the best of {tried} tested, {}, saves {saving:.1} %:",
-                            first.conf().shown()
-                        ),
-                        None => {
-                            format!("Keep the current settings; none of {tried} tested reserves 0.5 % less:")
-                        }
-                    },
-                },
-            );
-        }
+        Verdict::Keep => paragraph(page, keep(advice, first, tried)),
         Verdict::Inconclusive => {
             let why = advice.evidence.inconclusive(first.outcome.peak_reserved_bytes);
-            paragraph(page, format!("Inconclusive: {why}. Record all events from the first CUDA call on:"));
-            RECORD.iter().for_each(|line| paragraph(page, line));
+            match advice.of_pytorch {
+                true => {
+                    paragraph(page, format!("Inconclusive: {why}. Record all events from the first CUDA call on:"));
+                    RECORD.iter().for_each(|line| paragraph(page, line));
+                }
+                false => paragraph(page, format!("Inconclusive: {why}. Record all events of the program.")),
+            }
             paragraph(page, "Lowest peak reserved within the recording:");
         }
         Verdict::Change | Verdict::NotRecorded => {}
@@ -273,26 +281,26 @@ fn settings_to_change(advice: &Advice, page: &mut Page) {
         detail(page, outlook(current, None));
     } else {
         exported(first, page);
-        detail(page, outlook(first, advice.saving_percent));
+        detail(page, outlook(first, saving_words(advice, advice.saving_percent)));
         if let Some(obstacle) = &advice.obstacle {
             paragraph(page, format!("{obstacle}: use the setting below without expandable segments."));
         }
-        let peak = if now.out_of_memory { "out of memory with peak reserved" } else { "peak reserved" };
-        let reserved = Bytes(now.peak_reserved_bytes);
         if let Some(same_start) = advice.evidence.same_start_peak_reserved_bytes {
             paragraph(page, format!("current settings without the prior cache: peak reserved {}", Bytes(same_start)));
         }
+        let current = format!("{}; {}", current_memory(&recorded.current), current_cost(now));
         paragraph(
             page,
             match recorded_peak {
-                Some(recorded) => format!(
-                    "current settings: peak reserved {} recorded; replay: {peak} {reserved}; {}",
-                    Bytes(recorded),
-                    current_cost(now)
-                ),
-                None => format!("current settings: {peak} {reserved}; {}", current_cost(now)),
+                Some(recorded) => {
+                    format!("current settings: peak reserved {} recorded; replay: {current}", Bytes(recorded))
+                }
+                None => format!("current settings: {current}"),
             },
         );
+        if let Some(more) = needs_more(advice, first) {
+            paragraph(page, more);
+        }
     }
     if advice.settings.iter().take(1 + NEXT_BEST).any(|setting| setting.outcome.over_limit) {
         paragraph(
@@ -309,9 +317,10 @@ fn settings_to_change(advice: &Advice, page: &mut Page) {
     // Where the verdict is to keep the settings, the first tested one is among the others.
     let others = advice.settings.iter().skip(usize::from(advice.verdict != Verdict::Keep));
     let others = others.filter(|setting| !setting.conf().acts_as(&recorded.conf) && !shown(setting));
-    let next: Vec<&Setting> = others.take(NEXT_BEST).collect();
+    let next: Vec<&Setting> =
+        others.filter(|setting| advice.given || setting.is_better_than(&recorded.current)).take(NEXT_BEST).collect();
     if !next.is_empty() {
-        page.title("Next best");
+        page.title(if advice.given { "Other tested settings" } else { "Next best" });
     }
     for setting in next {
         paragraph(page, setting.conf().shown());
@@ -320,6 +329,60 @@ fn settings_to_change(advice: &Advice, page: &mut Page) {
         }
         detail(page, outlook(setting, None));
     }
+}
+
+/// Peak and minimum memory of the current settings.
+fn current_memory(current: &Setting) -> String {
+    match (&current.outcome.first_failure, current.smallest_memory_bytes) {
+        (None, _) => memory(current, None),
+        (Some(_), least) => {
+            let least = least.map_or(String::new(), |least| format!(", minimum memory {}", at_least(least)));
+            format!("out of memory with peak reserved {}{least}", Bytes(current.outcome.peak_reserved_bytes))
+        }
+    }
+}
+
+/// Why the current settings are kept, and what was compared.
+fn keep(advice: &Advice, first: &Setting, tried: usize) -> String {
+    let current = &advice.recorded.current;
+    if tried == 1 {
+        return "Keep the current settings; no others were tested:".to_owned();
+    }
+    let (conf, peak) = (first.conf().shown(), first.outcome.peak_reserved_bytes);
+    let now = current.outcome.peak_reserved_bytes;
+    // CAST: bytes of a device, below 2^53.
+    let below_replay = 100.0 * (1.0 - peak as f64 / now.max(1) as f64);
+    let certain = advice.saving_percent.unwrap_or(0.0);
+    if first.conf().acts_as(&advice.recorded.conf) || !first.is_better_than(current) && certain == 0.0 {
+        return format!(
+            "Keep the current settings; by peak reserved, minimum memory and driver time none of {tried} tested is better:"
+        );
+    }
+    if (below_replay - certain).abs() < 0.05 {
+        return format!("Keep the current settings; the best of {tried} tested, {conf}, saves {certain:.1} %:");
+    }
+    let reference = advice.evidence.reference();
+    let less = if below_replay < 0.0 { "more" } else { "less" };
+    format!(
+        "Keep the current settings; the best of {tried} tested, {conf}, reserves {}, {:.1} % {less} than their replay ({}), but \
+         only {certain:.1} % less than {reference}:",
+        Bytes(peak),
+        below_replay.abs(),
+        Bytes(now)
+    )
+}
+
+/// That a setting needs more memory than the current settings, which a lower peak does not show.
+pub(super) fn needs_more(advice: &Advice, setting: &Setting) -> Option<String> {
+    let current = &advice.recorded.current;
+    let (least, now) = setting.smallest_memory_bytes.zip(current.smallest_memory_bytes)?;
+    (least > now && advice.verdict != Verdict::OutOfMemory).then(|| {
+        format!(
+            "It needs more memory than the current settings: minimum memory {} instead of {}.",
+            at_least(least),
+            at_least(now)
+        )
+    })
 }
 
 fn program_changes(advice: &Advice, page: &mut Page) {
@@ -336,7 +399,7 @@ fn program_changes(advice: &Advice, page: &mut Page) {
 
 /// Adds the lines that set it.
 fn exported(setting: &Setting, page: &mut Page) {
-    setting.conf().export_lines().iter().for_each(|line| paragraph(page, line));
+    page.verbatim(&setting.conf().export());
     if let Some(python) = &setting.python {
         paragraph(page, python);
         detail(page, "Add the Python line to the program: PyTorch collects garbage only under a limit.");
@@ -355,12 +418,12 @@ fn without_expandable(advice: &Advice, page: &mut Page) {
             exported(second, page);
             let comparable = advice.saving_percent.is_some();
             let saving = advice.evidence.saving(second.outcome.peak_reserved_bytes).filter(|_| comparable);
-            detail(page, outlook(second, saving));
+            detail(page, outlook(second, saving_words(advice, saving)));
         }
         None => paragraph(page, "No such setting was tested."),
     }
     // A program that ran with them can use them.
-    if !advice.recorded.conf.expandable {
+    if !advice.recorded.conf.expandable && advice.of_pytorch {
         paragraph(page, EXPANDABLE_UNAVAILABLE);
     }
 }

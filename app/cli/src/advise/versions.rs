@@ -1,7 +1,8 @@
 //! Allocator settings and snapshot keys of each release of PyTorch 2, and the releases that may have written a snapshot.
 //!
 //! Taken from the Linux wheels on PyPI, 2.0 to 2.15: settings are strings in `libc10.so` and `libc10_cuda.so`, snapshot keys in
-//! `libtorch_python.so`, and the variable in the header `c10/cuda/CUDAAllocatorConfig.h`.
+//! `libtorch_python.so`, and the variable in the header `c10/cuda/CUDAAllocatorConfig.h`. Settings of PyTorch 1 are from its
+//! documentation.
 
 use super::conf::{CONF_KEYS, Conf, ParseConfError, VARIABLE};
 use anyhow::{Result, bail};
@@ -52,9 +53,16 @@ const SIGNS: [Sign; 12] = [
     optional(15, Within::Event, "internal_metadata"),
 ];
 
-/// A release of PyTorch 2 by its minor version; 0 stands for 2.0 and earlier.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Torch(u16);
+/// Settings that PyTorch 1 had, with the minor version that added each; before 1.10 it had none.
+const OF_TORCH_1: [(&str, u16); 3] =
+    [("max_split_size_mb", 10), ("garbage_collection_threshold", 12), ("roundup_power2_divisions", 12)];
+
+/// A release of PyTorch by its minor version.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Torch {
+    One(u16),
+    Two(u16),
+}
 
 impl FromStr for Torch {
     type Err = ParseTorchError;
@@ -63,8 +71,8 @@ impl FromStr for Torch {
     fn from_str(text: &str) -> Result<Self, ParseTorchError> {
         let mut numbers = text.split(['.', '+']).map(str::parse::<u16>);
         match (numbers.next(), numbers.next()) {
-            (Some(Ok(1)), Some(Ok(_))) => Ok(Self(0)),
-            (Some(Ok(2)), Some(Ok(minor))) => Ok(Self(minor)),
+            (Some(Ok(1)), Some(Ok(minor))) => Ok(Self::One(minor)),
+            (Some(Ok(2)), Some(Ok(minor))) => Ok(Self::Two(minor)),
             _ => Err(ParseTorchError(text.to_owned())),
         }
     }
@@ -75,20 +83,29 @@ impl FromStr for Torch {
 #[error("'{0}' is not a version of PyTorch; write one such as 2.9")]
 pub(super) struct ParseTorchError(String);
 
-/// A range of releases.
+/// A range of releases of PyTorch 2 by their minor versions, 0 for 2.0 and earlier; or one release of PyTorch 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Versions {
     first: u16,
     /// `None`: the newest.
     last: Option<u16>,
+    /// The minor version of a release of PyTorch 1, if it is one.
+    of_torch_1: Option<u16>,
 }
 
 impl Versions {
     /// The range for a recording without snapshot keys.
-    const ANY: Self = Self { first: 1, last: None };
+    const ANY: Self = Self::range(1, None);
+
+    const fn range(first: u16, last: Option<u16>) -> Self {
+        Self { first, last, of_torch_1: None }
+    }
 
     pub(super) fn given(torch: Torch) -> Self {
-        Self { first: torch.0, last: Some(torch.0) }
+        match torch {
+            Torch::One(minor) => Self { of_torch_1: Some(minor), ..Self::range(0, Some(0)) },
+            Torch::Two(minor) => Self::range(minor, Some(minor)),
+        }
     }
 
     /// The releases that write the snapshot's keys, have its settings, and write no key that it lacks.
@@ -112,17 +129,26 @@ impl Versions {
         let written = SIGNS.iter().filter(|sign| has(sign)).map(|sign| sign.since);
         let first = written.chain(known).max().unwrap_or(0);
         let lacking = SIGNS.iter().filter(|sign| sign.since > first && sign.always && !has(sign) && has_parent(sign));
-        Self { first, last: lacking.map(|sign| sign.since - 1).min() }
+        Self::range(first, lacking.map(|sign| sign.since - 1).min())
     }
 
     /// Whether all releases have a setting.
     fn have(self, setting: &str) -> bool {
-        since(setting).is_some_and(|since| since <= self.first)
+        match self.of_torch_1 {
+            Some(minor) => OF_TORCH_1.iter().any(|(name, since)| *name == setting && *since <= minor),
+            None => since(setting).is_some_and(|since| since <= self.first),
+        }
+    }
+
+    /// Whether all releases accept a text of settings that they have: lists by size are of PyTorch 2.
+    fn accept(self, conf: &Conf) -> bool {
+        self.of_torch_1.is_none() || !conf.text().contains('[')
     }
 
     /// Whether every release lacks a setting.
     fn lack(self, setting: &str) -> bool {
-        self.last.is_some_and(|last| since(setting).is_none_or(|since| since > last))
+        self.of_torch_1.is_some() && !self.have(setting)
+            || self.last.is_some_and(|last| since(setting).is_none_or(|since| since > last))
     }
 
     /// Whether the range is known.
@@ -136,7 +162,9 @@ impl Versions {
     /// One line that names the first such setting.
     pub(super) fn check(self, conf: &Conf) -> Result<()> {
         let Some(key) = conf.keys().find(|key| self.lack(key)) else { return Ok(()) };
-        let first = since(&key).map_or(String::new(), |since| format!(" requires PyTorch 2.{since} and"));
+        let of_torch_1 = OF_TORCH_1.iter().find(|(name, _)| *name == key).map(|(_, since)| format!("1.{since}"));
+        let first = of_torch_1.or_else(|| since(&key).map(|since| format!("2.{since}")));
+        let first = first.map_or(String::new(), |first| format!(" requires PyTorch {first} and"));
         let text = conf.text();
         bail!("--conf {text:?}: {key}{first} is not available in PyTorch {self}; use --torch for another version")
     }
@@ -144,6 +172,9 @@ impl Versions {
 
 impl fmt::Display for Versions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Some(minor) = self.of_torch_1 {
+            return write!(f, "1.{minor}");
+        }
         match (self.first, self.last) {
             (_, Some(0)) => f.write_str("before 2.1"),
             (0, Some(last)) => write!(f, "2.{last} or older"),
@@ -169,7 +200,8 @@ pub(super) struct Allowed<'a> {
 
 impl Allowed<'_> {
     pub(super) fn permits(self, conf: &Conf) -> bool {
-        conf.keys().all(|key| self.versions.have(&key) && !self.without.contains(&key))
+        let allows = |key: String| self.versions.have(&key) && !self.without.contains(&key);
+        self.versions.accept(conf) && conf.keys().all(allows)
     }
 }
 
@@ -311,9 +343,10 @@ mod tests {
 
     #[test]
     fn torch_version_parses_as_in_torch() {
-        for (text, minor) in [("2.9", 9), ("2.9.1", 9), ("2.11.0+cu130", 11), ("2.16.0a0+git12ab", 16), ("1.13.1", 0)] {
-            assert_eq!(text.parse(), Ok(Torch(minor)), "{text}");
+        for (text, minor) in [("2.9", 9), ("2.9.1", 9), ("2.11.0+cu130", 11), ("2.16.0a0+git12ab", 16)] {
+            assert_eq!(text.parse(), Ok(Torch::Two(minor)), "{text}");
         }
+        assert_eq!("1.13.1".parse(), Ok(Torch::One(13)));
         for text in ["", "2", "nine", "3.1", "2.x", "-2.9"] {
             assert!(text.parse::<Torch>().unwrap_err().to_string().contains("such as 2.9"), "{text}");
         }
@@ -324,7 +357,7 @@ mod tests {
         let rounding: Conf = "max_non_split_rounding_mb:64,max_split_size_mb:64".parse().unwrap();
         let expandable: Conf = "expandable_segments:True".parse().unwrap();
         let permits =
-            |first, last, conf: &Conf| Allowed { versions: Versions { first, last }, without: &[] }.permits(conf);
+            |first, last, conf: &Conf| Allowed { versions: Versions::range(first, last), without: &[] }.permits(conf);
         assert!(permits(6, Some(6), &rounding) && permits(6, None, &rounding));
         // Not all of these have it.
         assert!(!permits(5, Some(7), &rounding) && !permits(1, None, &rounding));
@@ -333,15 +366,33 @@ mod tests {
         let without = ["expandable_segments".to_owned()];
         assert!(!Allowed { versions: Versions::ANY, without: &without }.permits(&expandable));
         // `--conf` is refused only if no version has the setting.
-        let five = Versions { first: 5, last: Some(5) };
+        let five = Versions::range(5, Some(5));
         let error = five.check(&rounding).unwrap_err().to_string();
         assert!(
             error.contains("max_non_split_rounding_mb requires PyTorch 2.6 and is not available in PyTorch 2.5"),
             "{error}"
         );
-        assert!(
-            Versions { first: 5, last: Some(7) }.check(&rounding).is_ok() && Versions::ANY.check(&rounding).is_ok()
-        );
+        assert!(Versions::range(5, Some(7)).check(&rounding).is_ok() && Versions::ANY.check(&rounding).is_ok());
+    }
+
+    #[test]
+    fn releases_of_pytorch_1_have_few_settings() {
+        let permits = |torch: &str, conf: &str| {
+            let versions = Versions::given(torch.parse().unwrap());
+            Allowed { versions, without: &[] }.permits(&conf.parse().unwrap())
+        };
+        for conf in ["max_split_size_mb:64", "garbage_collection_threshold:0.8", "roundup_power2_divisions:4"] {
+            assert!(!permits("1.9", conf) && permits("1.13", conf), "{conf}");
+        }
+        assert!(permits("1.9", "") && permits("1.10", "max_split_size_mb:64"));
+        assert!(!permits("1.11", "roundup_power2_divisions:4"));
+        for conf in ["roundup_power2_divisions:[256:1,>:4]", "expandable_segments:True", "backend:cudaMallocAsync"] {
+            assert!(!permits("1.13", conf), "{conf}");
+        }
+        let old = Versions::given(Torch::One(9));
+        let error = old.check(&"max_split_size_mb:64".parse().unwrap()).unwrap_err().to_string();
+        assert!(error.contains("requires PyTorch 1.10 and is not available in PyTorch 1.9"), "{error}");
+        assert_eq!((old.to_string(), old.are_known()), ("1.9".to_owned(), true));
     }
 
     #[test]

@@ -133,6 +133,8 @@ pub(crate) struct Held {
     pub(crate) moment: Moment,
     /// Whether the recording has stack frames.
     pub(crate) frames: bool,
+    /// Whether it is a snapshot of PyTorch.
+    pub(crate) of_pytorch: bool,
     pub(crate) lines: BTreeMap<Line, (u64, u64)>,
     pub(crate) sizes: BTreeMap<u64, (u64, u64)>,
 }
@@ -141,7 +143,8 @@ pub(crate) struct Held {
 pub(super) fn held(view: &mut View<'_>, memory: &Memory, index: usize) -> Held {
     let mut sums: HashMap<Key, (u64, u64)> = HashMap::new();
     let frames = view.recording.origins.has_frames();
-    let mut out = Held { moment: moment(view, memory, index), frames, ..Held::default() };
+    let of_pytorch = view.recording.summary.format.is_snapshot();
+    let mut out = Held { moment: moment(view, memory, index), frames, of_pytorch, ..Held::default() };
     for block in memory.blocks().values() {
         let (source, inside, _) = source(block, &mut view.lines);
         for (bytes, blocks) in

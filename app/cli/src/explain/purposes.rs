@@ -74,7 +74,7 @@ impl Purpose {
 
 /// Evidence from a stack.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Evidence {
+pub(super) enum Evidence {
     For(Purpose),
     /// Allocated in an optimizer's step: optimizer state if live after the step, else a temporary.
     InStep,
@@ -144,7 +144,7 @@ impl<'r> Purposes<'r> {
         }
     }
 
-    fn evidence(&mut self, stack: StackId) -> Evidence {
+    pub(super) fn evidence(&mut self, stack: StackId) -> Evidence {
         let origins = &self.recording.origins;
         match self.by_stack.get_mut(stack.index()) {
             Some(evidence) => *evidence.get_or_insert_with(|| by_frames(origins, stack)),
@@ -153,7 +153,7 @@ impl<'r> Purposes<'r> {
     }
 
     /// Whether an annotation shows that an optimizer's step runs at an event. Steps do not nest.
-    fn in_step(&self, index: usize) -> bool {
+    pub(super) fn in_step(&self, index: usize) -> bool {
         let Some(event) = self.recording.events.get(index) else { return false };
         let begun = self.steps_ns.partition_point(|(start, _)| *start <= event.time_ns);
         begun.checked_sub(1).is_some_and(|last| event.time_ns < self.steps_ns[last].1)

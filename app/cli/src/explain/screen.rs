@@ -7,7 +7,7 @@ use super::causes::Cause;
 use super::explanation::{Explanation, Holders, Moment, Node};
 use super::lines::BACKWARD;
 use super::purposes::Purpose;
-use crate::words::{RECORD, counted, grouped, percent, size};
+use crate::words::{RECORD, counted, grouped, no_frames, percent, size};
 use serde::Serialize;
 use terminal::{Column, Page, Table, command, duration, quoted};
 
@@ -193,13 +193,7 @@ fn holders(explanation: &Explanation, who: &Holders, args: &ExplainArgs, first: 
         table(page, columns, rows);
         if first {
             optimizer_state(who, page);
-            // Other programs' logs have no frames, and their authors have no use for PyTorch's functions.
-            page.note(if explanation.of_pytorch {
-                "the recording has no stack frames; to see lines, record with \
-                 torch.cuda.memory._record_memory_history(context=\"alloc\", stacks=\"python\")"
-            } else {
-                "the recording has no stack frames, so lines are unknown"
-            });
+            page.note(no_frames(explanation.of_pytorch));
         }
         return;
     }

@@ -7,6 +7,7 @@ use std::fmt;
 use vramlab::Bytes;
 use vramlab::budget::OverBudget;
 use vramlab::histories::plan::{CrossStream, Lifetime, PlanSettings, SearchEnd, lower_bound, plan};
+use vramlab::histories::replay::History;
 
 /// Whether to run a search that takes time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -19,7 +20,8 @@ pub(crate) enum Search {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub(crate) struct Bounds {
     /// Peak active bytes: each block in multiples of 512, from its allocation to the completion of its free; memory of a private
-    /// pool of CUDA graphs until the pool is released. No allocator with that rounding reserves less.
+    /// pool of CUDA graphs until the pool is released. No allocator with that rounding reserves less. `advise` counts requests that
+    /// failed in the recording as served.
     pub(crate) lower_bound_bytes: u64,
     /// Size of an offline placement, which knows all events and lets streams wait for one another; `null` with `--plan off`. The
     /// search is bounded, so a smaller placement may exist.
@@ -46,14 +48,27 @@ impl Bounds {
     ///
     /// # Errors
     /// The budget has no room for the lifetimes of the blocks.
-    pub(crate) fn of(
+    pub(crate) fn of(trace: &Trace, choice: Search, progress: impl FnMut(&str)) -> Result<Self, OverBudget> {
+        Self::over(trace, History::lifetimes, choice, progress)
+    }
+
+    /// As [`of`](Self::of), for a program whose failed requests succeed.
+    ///
+    /// # Errors
+    /// Those of [`of`](Self::of).
+    pub(crate) fn with_refused(trace: &Trace, choice: Search) -> Result<Self, OverBudget> {
+        Self::over(trace, History::lifetimes_with_refused, choice, |_| {})
+    }
+
+    fn over(
         Trace { history, budget, .. }: &Trace,
+        blocks: impl Fn(&History) -> Vec<Lifetime>,
         choice: Search,
         mut progress: impl FnMut(&str),
     ) -> Result<Self, OverBudget> {
         let mut claim = budget.claim();
         claim.add(history.bytes_of_lifetimes())?;
-        let lifetimes = history.lifetimes();
+        let lifetimes = blocks(history);
         // A single stream has no other to wait for.
         let same_stream = |pair: &[Lifetime]| pair[0].stream == pair[1].stream;
         let single = lifetimes.windows(2).all(same_stream);

@@ -199,13 +199,22 @@ fn pools(rows: &[Row]) -> Vec<String> {
     notes
 }
 
+/// The answer where memory runs out under every tested allocator.
+fn all_ran_out(rows: &[Row]) -> String {
+    let names: Vec<String> = rows.iter().map(|row| row.alloc.to_string()).collect();
+    match &names[..] {
+        [name] => format!("{name} runs out of memory in this size; no other allocator was tested, --alloc names some."),
+        names => format!("All {} tested allocators run out of memory in this size: {}.", names.len(), names.join(", ")),
+    }
+}
+
 /// Adds the allocators with the lowest peak and the fewest calls, and the next command.
 pub(super) fn end(rows: &[Row], recorded: Option<&Peaks>, gpu: Option<u16>, page: &mut Page) {
     let Some(first) = rows.first() else { return };
     let next = command("vramlab", &format!("capacity {}{}", quoted(&first.trace), chosen(gpu)));
     let complete = || rows.iter().filter(|row| row.failed_allocations == 0);
     let Some(least) = complete().min_by_key(|row| row.peak_reserved_bytes) else {
-        page.end("Every allocator runs out of memory in this size.", &next);
+        page.end(all_ran_out(rows), &next);
         return;
     };
     let lowest = if rows.len() > 1 { "Lowest peak reserved" } else { "Peak reserved" };

@@ -1,0 +1,118 @@
+//! Changes of the program that `advise` names, each with a replay.
+
+use crate::common::{
+    Place,
+    story::{BASE, MIB, Story, script},
+};
+use serde_json::{Value, json};
+
+fn framed(name: &str, file: &str, line: u64) -> Value {
+    json!([
+        {"name": name, "filename": format!("/venv/lib/python3.12/site-packages/torch/{file}"), "line": 1},
+        script(line, "main"),
+    ])
+}
+
+fn in_step() -> Value {
+    framed("_multi_tensor_adamw", "optim/adamw.py", 9)
+}
+
+fn cast() -> Value {
+    json!([{"name": "at::autocast::cached_cast(c10::ScalarType, at::Tensor const&)", "filename": "??", "line": 0}, script(4, "main")])
+}
+
+/// A block in a segment of its own, which stays.
+fn block(story: &mut Story, at: u64, mib: u64, frames: Value) {
+    story.segment(at << 30, mib * MIB, 0);
+    story.alloc(at << 30, mib * MIB, 0, frames);
+}
+
+fn ends_with(story: &mut Story, at: u64, mib: u64, live: bool) {
+    let (requested, state) = if live { (mib * MIB, "active_allocated") } else { (0, "inactive") };
+    story.segments.push(json!({
+        "device": 0, "address": BASE + (at << 30), "total_size": mib * MIB, "stream": 0, "segment_type": "large",
+        "is_expandable": false, "segment_pool_id": [0, 0],
+        "blocks": [{"address": BASE + (at << 30), "size": mib * MIB, "requested_size": requested, "state": state, "frames": []}],
+    }));
+}
+
+fn change<'a>(advice: &'a Value, cause: &str) -> &'a Value {
+    let changes = advice["program_changes"].as_array().unwrap();
+    changes.iter().find(|change| change["cause"] == cause).unwrap_or_else(|| panic!("no {cause}: {advice}"))
+}
+
+/// 200 MiB of weights, and a step with two temporaries of 100 MiB each and 30 MiB of state. With `fails`, the second temporary does
+/// not fit.
+fn step(fails: bool) -> Story {
+    let mut story = Story::default();
+    block(&mut story, 1, 200, json!([script(1, "main")]));
+    block(&mut story, 2, 100, in_step());
+    ends_with(&mut story, 1, 200, true);
+    if fails {
+        story.event("oom", 50 * MIB, 100 * MIB, 0, in_step());
+        ends_with(&mut story, 2, 100, true);
+        return story;
+    }
+    block(&mut story, 3, 30, framed("_init_group", "optim/adamw.py", 9));
+    block(&mut story, 4, 100, in_step());
+    story.free(2 << 30, 100 * MIB, 0);
+    story.free(4 << 30, 100 * MIB, 0);
+    block(&mut story, 5, 20, json!([script(12, "main")]));
+    for (at, mib, live) in [(2, 100, false), (3, 30, true), (4, 100, false), (5, 20, true)] {
+        ends_with(&mut story, at, mib, live);
+    }
+    story
+}
+
+#[test]
+fn temporaries_of_optimizers_are_a_change_of_the_program() {
+    let place = Place::new();
+    let file = place.write("step.json", step(false).text());
+    let advice = place.run(&["advise", &file, "--json"]).ok().json();
+    let found = change(&advice, "optimizer-temporaries");
+    assert_eq!((&found["times"], &found["bytes"]), (&json!(2), &json!(200 * MIB)), "{found}");
+    // The state stays.
+    assert_eq!(found["without"]["peak_reserved_bytes"], 250 * MIB, "{found}");
+    assert_eq!(found["lines"], json!([{"line": "proj/train.py:9 main", "times": 2}]));
+    let screen = place.run(&["advise", &file]).ok().stdout;
+    let (change, settings) = (screen.find("Program changes").unwrap(), screen.find("What would help").unwrap());
+    assert!(change < settings, "it saves most: {screen}");
+    assert!(screen.contains("fused=True") && screen.contains("foreach=False"), "{screen}");
+}
+
+#[test]
+fn failed_step_succeeds_without_its_temporaries() {
+    let place = Place::new();
+    let file = place.write("oom.json", step(true).text());
+    let arguments = ["advise", &file, "--limit", "350MiB"];
+    let advice = place.run(&[&arguments[..], &["--json"]].concat()).ok().json();
+    assert_eq!(advice["verdict"], "out-of-memory", "{advice}");
+    let found = change(&advice, "optimizer-temporaries");
+    assert_eq!(
+        (&found["without"]["out_of_memory"], &found["without"]["peak_reserved_bytes"]),
+        (&json!(false), &json!(200 * MIB))
+    );
+    let screen = place.run(&arguments).ok().stdout;
+    assert!(screen.contains("With fused=True: no out-of-memory, peak reserved 200 MiB"), "{screen}");
+}
+
+#[test]
+fn copies_that_autocast_caches_are_a_change_of_the_program() {
+    let mut story = Story::default();
+    block(&mut story, 1, 200, json!([script(1, "main")]));
+    block(&mut story, 2, 100, cast());
+    // Results of two operators show that the copy is cached.
+    block(&mut story, 3, 20, json!([script(5, "main")]));
+    block(&mut story, 4, 20, json!([script(6, "main")]));
+    story.free(2 << 30, 100 * MIB, 0);
+    for (at, mib, live) in [(1, 200, true), (2, 100, false), (3, 20, true), (4, 20, true)] {
+        ends_with(&mut story, at, mib, live);
+    }
+    let place = Place::new();
+    let file = place.write("cast.json", story.text());
+    let advice = place.run(&["advise", &file, "--json"]).ok().json();
+    let found = change(&advice, "autocast-copies");
+    assert_eq!((&found["times"], &found["without"]["peak_reserved_bytes"]), (&json!(1), &json!(240 * MIB)), "{found}");
+    let screen = place.run(&["advise", &file]).ok().stdout;
+    assert!(screen.contains("model.to(torch.bfloat16)"), "{screen}");
+}
