@@ -6,6 +6,7 @@
 //! [`read()`] reads every format in [`Format`], plain or compressed, and detects it from the content. [`Export`] lists the
 //! formats to write, and [`TraceWriter`] writes each of them.
 
+mod archive;
 mod error;
 mod host;
 mod input;

@@ -1,5 +1,6 @@
 //! Recordings: reading other projects' formats, and writing them.
 
+mod archives;
 mod hostile_pickle;
 mod origins;
 mod round_trip;

@@ -1,5 +1,6 @@
 //! Entry point for all formats.
 
+use super::archive;
 use super::error::{Place, Problem, ReadError};
 use super::input::Input;
 use super::list::Start;
@@ -8,7 +9,8 @@ use super::{Format, OriginSink, Origins, ReadOptions, Sink, Summary, lines};
 use std::io::Read;
 use std::path::Path;
 
-/// Reads a file of events, plain or compressed with gzip or xz, and passes them to `sink` in the order of the file: in a snapshot
+/// Reads a file of events, plain or compressed with gzip or xz, in a zip archive (also of `torch.save`) or in a page of PyTorch's memory
+/// viewer, and passes them to `sink` in the order of the file: in a snapshot
 /// of several devices, one device after the other.
 ///
 /// Format and compression are detected from the content. Reading takes bounded memory; the sink gets all events before an error.
@@ -17,7 +19,7 @@ use std::path::Path;
 /// # Errors
 /// [`ReadError`] for a file that cannot be opened, parsed or kept within `options`, and errors of the sink.
 pub fn read(path: &Path, options: &ReadOptions, sink: &mut Sink<'_>) -> Result<Summary, ReadError> {
-    named(path, || read_from(Box::new(open(path)?), options, sink))
+    named(path, || read_from(archive::opened(open(path)?)?, options, sink))
 }
 
 /// As [`read`], from any source; the error names no file.
@@ -37,7 +39,7 @@ pub fn read_origins(
     options: &ReadOptions,
     sink: &mut OriginSink<'_>,
 ) -> Result<(Summary, Origins), ReadError> {
-    named(path, || read_origins_from(Box::new(open(path)?), options, sink))
+    named(path, || read_origins_from(archive::opened(open(path)?)?, options, sink))
 }
 
 /// As [`read_origins`], from any source; the error names no file.
@@ -68,7 +70,7 @@ fn run<'s>(
     sink: &'s mut OriginSink<'s>,
     wants_origins: bool,
 ) -> Result<(Summary, Origins), ReadError> {
-    let mut input = Input::new(source, &options.budget)?;
+    let mut input = archive::page_content(Input::new(source, &options.budget)?, &options.budget)?;
     let format = match options.format {
         Some(format) => format,
         None => detect(&mut input)?,
