@@ -99,7 +99,12 @@ fn check_directory(file: &mut File) -> Result<(), ReadError> {
 
 /// The only recording of an archive. In one of `torch.save` it is `data.pkl`.
 fn chosen<R: Read + Seek>(archive: &ZipArchive<R>) -> Result<Entry, ReadError> {
-    let entries = || archive.file_names().enumerate().map(|(index, name)| Entry { name: name.map_or_else(|_| String::new(), Into::into), index });
+    let entries = || {
+        archive
+            .file_names()
+            .enumerate()
+            .map(|(index, name)| Entry { name: name.map_or_else(|_| String::new(), Into::into), index })
+    };
     if let Some(saved) = entries().find(|entry| entry.name.ends_with("/data.pkl")) {
         return Ok(saved);
     }

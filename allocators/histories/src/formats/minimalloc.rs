@@ -17,7 +17,7 @@ use std::io::Write;
 use vramlab_device::output::OutputFile;
 
 /// Names of the columns that are needed.
-const COLUMNS: [&str; 3] = ["lower", "upper", "size"];
+pub(super) const COLUMNS: [&str; 3] = ["lower", "upper", "size"];
 
 /// One buffer.
 struct Row {

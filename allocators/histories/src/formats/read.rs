@@ -5,7 +5,7 @@ use super::error::{Place, Problem, ReadError};
 use super::input::Input;
 use super::list::Start;
 use super::summary::Receiver;
-use super::{Format, OriginSink, Origins, ReadOptions, Sink, Summary, lines};
+use super::{Format, OriginSink, Origins, ReadOptions, Sink, Summary, lines, minimalloc, rmm};
 use std::io::Read;
 use std::path::Path;
 
@@ -86,6 +86,16 @@ fn run<'s>(
     Ok((summary, receiver.origins))
 }
 
+/// Whether a line may be the header of a table: names with commas between them.
+fn is_header(line: &str) -> bool {
+    let is_name = |name: &str| {
+        let name = name.trim().trim_matches('"');
+        name.starts_with(|first: char| first.is_ascii_alphabetic() || first == '_')
+            && name.chars().all(|other| other.is_ascii_alphanumeric() || "_ -()/.".contains(other))
+    };
+    line.contains(',') && line.split(',').all(is_name)
+}
+
 fn detect(input: &mut Input<'_>) -> Result<Format, ReadError> {
     if !input.ensure(1)? {
         return Err(ReadError::at(Place::Whole, Problem::Empty));
@@ -102,5 +112,16 @@ fn detect(input: &mut Input<'_>) -> Result<Format, ReadError> {
     }
     let start = Start { bytes, text: &String::from_utf8_lossy(text) };
     let format = Format::ALL.into_iter().find(|format| (format.reader().begins)(&start));
-    format.ok_or_else(|| ReadError::at(Place::Whole, Problem::UnknownFormat))
+    format.ok_or_else(|| match start.header() {
+        header if is_header(header) => ReadError::content(
+            Place::Byte(0),
+            format!(
+                "the table has the columns {}; a log of RMM has {}, a table of buffers {}",
+                lines::clip(header),
+                rmm::COLUMNS.join(","),
+                minimalloc::COLUMNS.join(",")
+            ),
+        ),
+        _ => ReadError::at(Place::Whole, Problem::UnknownFormat),
+    })
 }

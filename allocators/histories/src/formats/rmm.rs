@@ -17,7 +17,7 @@ use std::io::Write;
 use vramlab_device::output::OutputFile;
 
 /// Names of the columns that are needed.
-const COLUMNS: [&str; 5] = ["Time", "Action", "Pointer", "Size", "Stream"];
+pub(super) const COLUMNS: [&str; 5] = ["Time", "Action", "Pointer", "Size", "Stream"];
 
 const DAY_NS: u64 = 24 * 3600 * 1_000_000_000;
 

@@ -4,8 +4,8 @@ use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use std::io::{Cursor, Write};
 use vramlab_histories::formats::{Action, Event, ReadOptions, read};
-use zip::write::{SimpleFileOptions, ZipWriter};
 use zip::CompressionMethod;
+use zip::write::{SimpleFileOptions, ZipWriter};
 
 const SNAPSHOT: &str = r#"{"segments": [], "device_traces": [[
     {"action": "alloc", "addr": 4096, "size": 512, "stream": 0, "time_us": 1},
@@ -77,7 +77,9 @@ fn archives_without_one_recording_are_refused_in_one_line() {
 }
 
 fn page(files: &str) -> String {
-    format!("\n<!DOCTYPE html>\n<html><body><script type=\"module\">\nconst local_files = {files}\nadd_local_files(local_files)")
+    format!(
+        "\n<!DOCTYPE html>\n<html><body><script type=\"module\">\nconst local_files = {files}\nadd_local_files(local_files)"
+    )
 }
 
 #[test]

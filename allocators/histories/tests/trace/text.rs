@@ -292,3 +292,12 @@ fn errors_of_files_and_sinks_are_returned() {
         assert_eq!(left, 0);
     }
 }
+
+#[test]
+fn table_with_other_columns_names_the_expected_ones() {
+    let text = message(b"timestamp,op,address,nbytes\n1,alloc,4096,512\n");
+    for words in ["the columns timestamp,op,address,nbytes;", "Time,Action,Pointer,Size,Stream", "lower,upper,size"] {
+        assert!(text.contains(words), "{words}: {text}");
+    }
+    assert!(!message(b"alpha beta\n").contains("columns") && !message(b"1,2,3\n").contains("columns"));
+}
