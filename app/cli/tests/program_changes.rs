@@ -116,3 +116,26 @@ fn copies_that_autocast_caches_are_a_change_of_the_program() {
     let screen = place.run(&["advise", &file]).ok().stdout;
     assert!(screen.contains("model.to(torch.bfloat16)"), "{screen}");
 }
+
+#[test]
+fn advice_for_a_mempool_with_live_blocks_can_be_followed() {
+    let place = Place::new();
+    for (live, cause, words) in
+        [(false, "private-pools", "Delete the MemPool"), (true, "live-private-pools", "outside of the MemPool")]
+    {
+        let mut story = Story::default();
+        block(&mut story, 1, 100, json!([script(1, "load")]));
+        block(&mut story, 2, 60, json!([script(2, "load")]));
+        story.free(1 << 30, 100 * MIB, 0);
+        block(&mut story, 3, 40, json!([script(3, "load")]));
+        for (at, mib, is_live, pool) in [(1, 100, false, 1), (2, 60, true, u64::from(live)), (3, 40, true, 0)] {
+            ends_with(&mut story, at, mib, is_live);
+            story.segments.last_mut().unwrap()["segment_pool_id"] = json!([0, pool]);
+        }
+        let file = place.write("pool.json", story.text());
+        let advice = place.run(&["advise", &file, "--json"]).ok().json();
+        assert_eq!(change(&advice, cause)["bytes"], 100 * MIB, "{advice}");
+        let screen = place.run(&["advise", &file]).ok().stdout;
+        assert!(screen.contains(words), "{words}: {screen}");
+    }
+}

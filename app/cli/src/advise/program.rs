@@ -36,6 +36,8 @@ pub(super) enum Cause {
     LeftoverCache,
     /// Private pools keep unused segments reserved.
     PrivatePools,
+    /// The same, of pools that also have live blocks.
+    LivePrivatePools,
     /// Optimizer steps allocate lists of intermediate tensors.
     OptimizerTemporaries,
     /// Autocast caches copies of weights.
@@ -56,6 +58,10 @@ impl Cause {
             Self::LeftoverCache => "Call torch.cuda.empty_cache() once, where the earlier part ends.",
             Self::PrivatePools => {
                 "Delete the MemPool as soon as its blocks are freed: while it exists, empty_cache releases none of it."
+            }
+            Self::LivePrivatePools => {
+                "The MemPool has live blocks, so neither empty_cache nor a retry releases its free segments. Allocate temporaries, as of \
+                 loading weights, outside of the MemPool, and copy into it only what stays."
             }
             Self::OptimizerTemporaries => {
                 "Create the optimizer with fused=True (Adam, AdamW, SGD, Adagrad), which needs no such tensors; with foreach=False it \
@@ -422,6 +428,10 @@ fn private_pools(recording: &Recording) -> Option<Finding> {
             && segment.pool_id.is_some_and(|(graph, mem_pool)| graph == 0 && mem_pool != 0)
             && segment.blocks.iter().all(|block| block.state == BlockState::Free)
     });
+    let used = recording.summary.ending().unwrap_or_default().iter();
+    let used = used.filter(|segment| segment.device == recording.device);
+    let used = used.filter(|segment| segment.blocks.iter().any(|block| block.state != BlockState::Free));
+    let used: BTreeSet<(u64, u64)> = used.filter_map(|segment| segment.pool_id).collect();
     let (mut segments, mut bytes, mut pools) = (0, 0, BTreeSet::new());
     for segment in idle {
         segments += 1;
@@ -437,7 +447,7 @@ fn private_pools(recording: &Recording) -> Option<Finding> {
     );
     let removal: Removal = Box::new(History::without_private_pools);
     (segments > 0 && !graphs).then(|| Finding {
-        cause: Cause::PrivatePools,
+        cause: if pools.is_disjoint(&used) { Cause::PrivatePools } else { Cause::LivePrivatePools },
         description,
         lines: Vec::new(),
         times: pools.len() as u64,
