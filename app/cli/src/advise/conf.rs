@@ -78,6 +78,25 @@ impl Conf {
         }
     }
 
+    /// The meaning of its sizes in a few words; `None` where the names say it.
+    pub(super) fn meaning(&self) -> Option<String> {
+        let counts = &self.settings.roundup_power2_divisions.0;
+        let count = *counts.iter().find(|count| **count > 1)?;
+        let first = counts.iter().position(|other| *other == count)?;
+        let behind = counts.iter().rposition(|other| *other == count)? + 1;
+        if counts[first..behind].iter().any(|other| *other != count) || counts[behind..].iter().any(|other| *other > 1)
+        {
+            return None;
+        }
+        let sizes = match (first, behind < counts.len()) {
+            (0, false) => "every size".to_owned(),
+            (0, true) => format!("sizes below {} MiB", 1_u64 << behind),
+            (first, false) => format!("sizes from {} MiB on", 1_u64 << first),
+            (first, true) => format!("sizes from {} to {} MiB", 1_u64 << first, 1_u64 << behind),
+        };
+        Some(format!("rounds {sizes} up to one of {count} steps between powers of two"))
+    }
+
     /// Whether it has an effect only under a limit (`set_per_process_memory_fraction`).
     pub(super) fn needs_limit(&self) -> bool {
         self.settings.garbage_collection_threshold > 0.0 && !self.expandable && !self.malloc_async
@@ -244,6 +263,24 @@ mod tests {
             "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
         );
         assert!(Conf::of(false, settings).export().contains("='"), "brackets and > are the shell's");
+    }
+
+    #[test]
+    fn meaning_names_the_sizes_that_are_rounded() {
+        for (text, sizes) in [
+            ("roundup_power2_divisions:4", "every size"),
+            ("roundup_power2_divisions:[8:0,>:4]", "sizes from 16 MiB on"),
+            ("roundup_power2_divisions:[8:4]", "sizes below 16 MiB"),
+            ("roundup_power2_divisions:[2:0,4:4,8:4]", "sizes from 4 to 16 MiB"),
+        ] {
+            let expected = format!("rounds {sizes} up to one of 4 steps between powers of two");
+            assert_eq!(read(text).meaning(), Some(expected), "{text}");
+        }
+        assert!(
+            ["", "max_split_size_mb:64", "roundup_power2_divisions:[1:2,2:4]"]
+                .iter()
+                .all(|text| read(text).meaning().is_none())
+        );
     }
 
     #[test]

@@ -48,6 +48,7 @@ fn advice(file: &Path, recording: &Recording, limit: Option<u64>) -> Result<Valu
             "peak_reserved_bytes": null,
             "peak_requested_bytes": null,
             "replayed": null,
+            "smallest_memory_bytes": null,
             "replayed_off_percent": null,
             "out_of_memory": null,
         },

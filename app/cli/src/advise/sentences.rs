@@ -400,6 +400,9 @@ fn program_changes(advice: &Advice, page: &mut Page) {
 /// Adds the lines that set it.
 fn exported(setting: &Setting, page: &mut Page) {
     page.verbatim(&setting.conf().export());
+    if let Some(meaning) = setting.conf().meaning() {
+        detail(page, meaning);
+    }
     if let Some(python) = &setting.python {
         paragraph(page, python);
         detail(page, "Add the Python line to the program: PyTorch collects garbage only under a limit.");
