@@ -30,9 +30,14 @@ OWN = set(
     cuStreamCreate cuStreamCreateWithPriority cuGreenCtxStreamCreate cuStreamDestroy cuStreamDestroy_v2
     cuStreamBeginCapture cuStreamBeginCapture_ptsz cuStreamBeginCapture_v2 cuStreamBeginCapture_v2_ptsz
     cuStreamBeginCaptureToGraph cuStreamBeginCaptureToGraph_ptsz cuStreamEndCapture cuStreamEndCapture_ptsz
+    cuModuleUnload cuLibraryUnload
     cuDevicePrimaryCtxReset cuDevicePrimaryCtxReset_v2 cuDevicePrimaryCtxRelease cuDevicePrimaryCtxRelease_v2
     """.split()
 )
+# They launch a kernel, which is their first argument, or the second of those whose stream is in a structure.
+KERNEL = re.compile(r"cuLaunch(Cooperative)?Kernel(Ex)?(_ptsz)?$")
+# They take no stream and put work on the legacy one.
+LEGACY = re.compile(r"cuMem(cpy|set)|cuLaunch(Grid)?$")
 # They take a stream and put no work on it.
 IDLE = re.compile(
     r"cuStream(Destroy|Query|Synchronize|Get|SetAttribute|CopyAttributes|IsCapturing|UpdateCapture|EndCapture|BeginCapture)"
@@ -52,18 +57,20 @@ def functions(text: str) -> dict[str, str]:
 def kind(name: str, arguments: str) -> str:
     if name in OWN:
         return "own"
+    if KERNEL.match(name):
+        if name.endswith("_ptsz"):
+            return f"per_thread kernel {int('Ex' in name)}"
+        return "config" if "Ex" in name else "kernel 8"
     if name.endswith(("_ptsz", "_ptds")):
         return "plain" if IDLE.match(name) else "per_thread"
     if IDLE.match(name):
         return "plain"
-    if name == "cuLaunchKernelEx":
-        return "config"
     if "LaunchCooperativeKernelMultiDevice" in name:
         return "per_thread"
     for position, argument in enumerate(arguments.split(",")):
         if re.match(r"^\s*(struct CUstream_st\s*\*|CUstream)\s+\w+\s*$", argument):
             return f"stream {position}"
-    return "plain"
+    return "legacy" if LEGACY.match(name) else "plain"
 
 
 def main() -> None:

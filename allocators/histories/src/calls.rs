@@ -12,11 +12,14 @@
 //! | 4 and on | [`Counter`]s |
 //!
 //! A record whose first byte is 0 was begun and not completed.
+//!
+//! Beside it lie [`Notes`], a text: call stacks and names that records refer to by their numbers.
 
-use std::io::Read;
+use std::collections::BTreeMap;
+use std::io::{BufRead, Read};
 
 /// The first word of a file.
-pub const MAGIC: u64 = u64::from_ne_bytes(*b"vrlcall1");
+pub const MAGIC: u64 = u64::from_ne_bytes(*b"vrlcall2");
 /// Bytes of the header.
 pub const HEADER: usize = 4096;
 /// Words of a record.
@@ -125,7 +128,11 @@ pub struct CallRecord {
     /// The part of it that waited for work of the device.
     pub blocked_ns: u64,
     /// The call's result, 0 for success.
-    pub code: u32,
+    pub code: u16,
+    /// Number of what was queued last before a call that waited, in the [`Notes`]; 0 if that is unknown.
+    pub behind: u16,
+    /// Number of the call stack in the [`Notes`], or [`NO_STACK`].
+    pub stack: u32,
 }
 
 impl CallRecord {
@@ -136,7 +143,8 @@ impl CallRecord {
         let kind = self.call as u64 + 1;
         let served = u64::from(self.served == Served::Allocator);
         let first = kind | served << 8 | u64::from(self.device) << 16 | u64::from(self.thread) << 32;
-        [first, self.addr, self.bytes, self.stream, self.start_ns, self.total_ns, self.blocked_ns, u64::from(self.code)]
+        let last = u64::from(self.code) | u64::from(self.behind) << 16 | u64::from(self.stack) << 32;
+        [first, self.addr, self.bytes, self.stream, self.start_ns, self.total_ns, self.blocked_ns, last]
     }
 
     /// The record of these words; `None` if it was not completed, or is of a kind that is not known.
@@ -146,9 +154,121 @@ impl CallRecord {
         let [kind, served, device, ..] = first.to_le_bytes();
         let call = *Call::ALL.get(usize::from(kind.checked_sub(1)?))?;
         let served = if served == 0 { Served::Driver } else { Served::Allocator };
-        // CAST: halves of words.
-        let (thread, code) = ((first >> 32) as u32, last as u32);
-        Some(Self { call, served, device, thread, addr, bytes, stream, start_ns, total_ns, blocked_ns, code })
+        // CAST: parts of words.
+        let (thread, code, behind, stack) =
+            ((first >> 32) as u32, last as u16, (last >> 16) as u16, (last >> 32) as u32);
+        Some(Self {
+            call,
+            served,
+            device,
+            thread,
+            addr,
+            bytes,
+            stream,
+            start_ns,
+            total_ns,
+            blocked_ns,
+            code,
+            behind,
+            stack,
+        })
+    }
+}
+
+/// The number of no stack.
+pub const NO_STACK: u32 = 0;
+
+/// A line of the notes for what calls waited behind: a kernel or a function of the driver.
+#[must_use]
+pub fn behind_line(number: u16, name: &str) -> String {
+    format!("B\t{number}\t{}\n", one_line(name))
+}
+
+/// A line of the notes for a frame: the call's address in the module's file. The module is empty for code of no file.
+#[must_use]
+pub fn frame_line(number: u32, address: u64, module: &str) -> String {
+    format!("F\t{number}\t{address:x}\t{}\n", one_line(module))
+}
+
+/// A line of the notes for a stack: numbers of its frames, the innermost first.
+#[must_use]
+pub fn stack_line(number: u32, frames: &[u32]) -> String {
+    let frames: Vec<String> = frames.iter().map(u32::to_string).collect();
+    format!("S\t{number}\t{}\n", frames.join(","))
+}
+
+fn one_line(text: &str) -> String {
+    text.replace(['\n', '\t'], " ")
+}
+
+/// A return address of a program.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct NotedFrame {
+    /// The file that the code is from; empty if it is from none.
+    pub module: String,
+    /// Address of the call in that file.
+    pub address: u64,
+}
+
+/// What records refer to by number. A process writes each line when its number is first used.
+#[derive(Clone, Debug, Default)]
+pub struct Notes {
+    behind: BTreeMap<u16, String>,
+    frames: BTreeMap<u32, NotedFrame>,
+    stacks: BTreeMap<u32, Vec<u32>>,
+}
+
+impl Notes {
+    /// Reads notes. Lines that are damaged, such as the last one of a process that was killed, are left out.
+    ///
+    /// # Errors
+    /// Those of reading.
+    pub fn read(mut from: impl BufRead) -> std::io::Result<Self> {
+        let mut out = Self::default();
+        let mut line = Vec::new();
+        while from.read_until(b'\n', &mut line)? > 0 {
+            if line.ends_with(b"\n") {
+                let _ = out.take(String::from_utf8_lossy(&line).trim_end_matches('\n'));
+            }
+            line.clear();
+        }
+        Ok(out)
+    }
+
+    /// `None` for a line that is damaged.
+    fn take(&mut self, line: &str) -> Option<()> {
+        let mut parts = line.splitn(4, '\t');
+        let (kind, number) = (parts.next()?, parts.next()?);
+        match kind {
+            "B" => _ = self.behind.insert(number.parse().ok()?, parts.next()?.to_owned()),
+            "F" => {
+                let address = u64::from_str_radix(parts.next()?, 16).ok()?;
+                self.frames.insert(number.parse().ok()?, NotedFrame { module: parts.next()?.to_owned(), address });
+            }
+            "S" => {
+                let frames = parts.next()?.split(',').map(|frame| frame.parse().ok()).collect::<Option<_>>()?;
+                self.stacks.insert(number.parse().ok()?, frames);
+            }
+            _ => {}
+        }
+        Some(())
+    }
+
+    /// The kernel or function of the driver that a call waited behind.
+    #[must_use]
+    pub fn behind(&self, number: u16) -> Option<&str> {
+        self.behind.get(&number).map(String::as_str)
+    }
+
+    /// The frames of a stack, the innermost first, with their numbers.
+    pub fn stack(&self, number: u32) -> impl Iterator<Item = (u32, &NotedFrame)> {
+        let frames = self.stacks.get(&number).into_iter().flatten();
+        frames.filter_map(|frame| Some((*frame, self.frames.get(frame)?)))
+    }
+
+    /// All frames with their numbers.
+    pub fn frames(&self) -> impl Iterator<Item = (u32, &NotedFrame)> {
+        self.frames.iter().map(|(number, frame)| (*number, frame))
     }
 }
 
@@ -227,6 +347,8 @@ mod tests {
             total_ns: 12,
             blocked_ns: 5,
             code: 999,
+            behind: 0xfffe,
+            stack: 0x8000_0002,
         }
     }
 
@@ -248,6 +370,18 @@ mod tests {
         assert_eq!((calls.pid, calls.epoch_ns, calls.incomplete), (42, 1_000, 1));
         assert_eq!(calls.records, [record()]);
         assert_eq!(calls.counter(Counter::Passed), 9);
+    }
+
+    #[test]
+    fn notes_are_read_up_to_a_line_that_is_cut() {
+        let text = behind_line(1, "gemm\tkernel") + &frame_line(1, 0x12ab, "/bin/a b") + &frame_line(2, 7, "");
+        let text = text + &stack_line(9, &[2, 1]) + "X\t1\nF\tx\ny\nS\t10\t1,2";
+        let notes = Notes::read(text.as_bytes()).unwrap();
+        assert_eq!((notes.behind(1), notes.behind(2)), (Some("gemm kernel"), None));
+        let frames: Vec<_> =
+            notes.stack(9).map(|(number, frame)| (number, frame.module.as_str(), frame.address)).collect();
+        assert_eq!(frames, [(2, "", 7), (1, "/bin/a b", 0x12ab)]);
+        assert_eq!((notes.stack(10).count(), notes.frames().count()), (0, 2));
     }
 
     #[test]

@@ -31,14 +31,39 @@ impl About {
     }
 }
 
+/// How long a call waited for the device.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Blocked {
+    pub(crate) ns: u64,
+    /// Number of what was queued last, in the notes.
+    pub(crate) behind: u16,
+}
+
 /// The record of a call that began at `start_ns`.
-fn recorded(about: About, served: Served, addr: u64, start_ns: u64, blocked_ns: u64, code: i32) -> CallRecord {
+fn recorded(about: About, served: Served, addr: u64, start_ns: u64, blocked: Blocked, code: i32) -> CallRecord {
     // CAST: devices are few, and codes are not negative.
     let device = serve::device() as u8;
     let About { call, bytes, stream } = about;
     let total_ns = record::now().saturating_sub(start_ns);
-    let code = code.unsigned_abs();
-    CallRecord { call, served, device, thread: 0, addr, bytes, stream, start_ns, total_ns, blocked_ns, code }
+    let code = u16::try_from(code).unwrap_or(u16::MAX);
+    let Blocked { ns: blocked_ns, behind } = blocked;
+    // After the time was taken.
+    let stack = crate::stacks::current();
+    CallRecord {
+        call,
+        served,
+        device,
+        thread: 0,
+        addr,
+        bytes,
+        stream,
+        start_ns,
+        total_ns,
+        blocked_ns,
+        code,
+        behind,
+        stack,
+    }
 }
 
 /// Makes a call that the driver serves, again after the allocators gave memory back where it was refused for want of memory. `addr`
@@ -51,7 +76,7 @@ fn pass_timed(about: About, mut pass: impl FnMut() -> i32, addr: impl FnOnce() -
     }
     if record::is_on() {
         let addr = if code == SUCCESS { addr() } else { 0 };
-        let done = recorded(about, Served::Driver, addr, start, 0, code);
+        let done = recorded(about, Served::Driver, addr, start, Blocked::default(), code);
         record::place().fill(done);
     }
     code

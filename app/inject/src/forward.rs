@@ -3,7 +3,8 @@
 //! A trampoline reads the real function's address from its slot and jumps there: no argument is touched, so it needs no type. The
 //! first call of a name looks the address up ([`bind`](crate::real::bind)).
 //!
-//! Entry points that put work on a stream also look at that argument. A program whose work is all on the legacy default stream needs
+//! Entry points that put work on a stream also count it ([`QUEUED`](crate::streams::QUEUED)), note what it is
+//! ([`LAST`](crate::streams::LAST)) and look at the stream. The count is not atomic: it only has to change. A program whose work is all on the legacy default stream needs
 //! no events before memory is used again; [`MULTI`](crate::streams::MULTI) says whether that is still so, and the first work on another
 //! stream makes a call to [`note`](crate::streams::note) first.
 
@@ -57,14 +58,45 @@ mod machine {
         };
     }
 
-    /// `$test` compares the stream with 1; the legacy stream is 0 or 1.
-    macro_rules! stream {
-        ($number:literal $name:ident $($test:literal),+) => {
+    /// Work without a stream argument, on the legacy stream. `$kernel` is what [`LAST`](crate::streams::LAST) receives.
+    macro_rules! legacy {
+        ($number:literal $name:ident $kernel:literal) => {
             #[unsafe(naked)]
             #[unsafe(no_mangle)]
             pub(crate) unsafe extern "C" fn $name() {
                 std::arch::naked_asm!(
-                    $($test,)+
+                    "inc dword ptr [rip + {queued}]",
+                    concat!("mov qword ptr [rip + {last}], ", $kernel),
+                    "mov byte ptr [rip + {legacy}], 1",
+                    "mov r11, [rip + {slots} + {at}]",
+                    "test r11, r11",
+                    "jz 4f",
+                    "jmp r11",
+                    "4:", "mov r11d, {number}", "jmp {bind}",
+                    slots = sym crate::forward::SLOTS, at = const 8 * $number, number = const $number,
+                    queued = sym crate::streams::QUEUED, last = sym crate::streams::LAST, legacy = sym crate::streams::LEGACY_WORK,
+                    bind = sym crate::forward::machine::bind,
+                )
+            }
+        };
+    }
+
+    /// Work on the stream `$stream`, an operand. The legacy stream is 0 or 1, and 2 is the thread's own, which only an event on the
+    /// legacy stream reaches from other threads.
+    macro_rules! stream {
+        ($number:literal $name:ident $kernel:literal $stream:literal $($load:literal)?) => {
+            #[unsafe(naked)]
+            #[unsafe(no_mangle)]
+            pub(crate) unsafe extern "C" fn $name() {
+                std::arch::naked_asm!(
+                    "inc dword ptr [rip + {queued}]",
+                    concat!("mov qword ptr [rip + {last}], ", $kernel),
+                    $($load,)?
+                    concat!("cmp ", $stream, ", 2"),
+                    "ja 5f",
+                    "mov byte ptr [rip + {legacy}], 1",
+                    // Nothing below is above 1.
+                    "5:", concat!("cmp ", $stream, ", 1"),
                     "ja 3f",
                     "2:", "mov r11, [rip + {slots} + {at}]",
                     "test r11, r11",
@@ -75,6 +107,7 @@ mod machine {
                     "mov r11d, {number}", "jmp {note}",
                     "4:", "mov r11d, {number}", "jmp {bind}",
                     slots = sym crate::forward::SLOTS, at = const 8 * $number, number = const $number,
+                    queued = sym crate::streams::QUEUED, last = sym crate::streams::LAST, legacy = sym crate::streams::LEGACY_WORK,
                     multi = sym crate::streams::MULTI, note = sym crate::forward::machine::note, bind = sym crate::forward::machine::bind,
                 )
             }
@@ -84,24 +117,27 @@ mod machine {
     macro_rules! entry {
         ($number:literal $name:ident own) => {};
         ($number:literal $name:ident plain) => { plain!($number $name); };
-        // Nothing below is above 1: unsigned comparison of 2 with 1.
-        ($number:literal $name:ident per_thread) => { stream!($number $name "mov r11d, 2", "cmp r11, 1"); };
-        ($number:literal $name:ident config) => { stream!($number $name "cmp qword ptr [rdi + 32], 1"); };
-        ($number:literal $name:ident stream 0) => { stream!($number $name "cmp rdi, 1"); };
-        ($number:literal $name:ident stream 1) => { stream!($number $name "cmp rsi, 1"); };
-        ($number:literal $name:ident stream 2) => { stream!($number $name "cmp rdx, 1"); };
-        ($number:literal $name:ident stream 3) => { stream!($number $name "cmp rcx, 1"); };
-        ($number:literal $name:ident stream 4) => { stream!($number $name "cmp r8, 1"); };
-        ($number:literal $name:ident stream 5) => { stream!($number $name "cmp r9, 1"); };
-        ($number:literal $name:ident stream 6) => { stream!($number $name "cmp qword ptr [rsp + 8], 1"); };
-        ($number:literal $name:ident stream 7) => { stream!($number $name "cmp qword ptr [rsp + 16], 1"); };
-        ($number:literal $name:ident stream 8) => { stream!($number $name "cmp qword ptr [rsp + 24], 1"); };
-        ($number:literal $name:ident stream 9) => { stream!($number $name "cmp qword ptr [rsp + 32], 1"); };
+        ($number:literal $name:ident legacy) => { legacy!($number $name "{number}"); };
+        ($number:literal $name:ident per_thread) => { stream!($number $name "{number}" "r11" "mov r11d, 2"); };
+        ($number:literal $name:ident per_thread kernel 0) => { stream!($number $name "rdi" "r11" "mov r11d, 2"); };
+        ($number:literal $name:ident per_thread kernel 1) => { stream!($number $name "rsi" "r11" "mov r11d, 2"); };
+        ($number:literal $name:ident config) => { stream!($number $name "rsi" "qword ptr [rdi + 32]"); };
+        ($number:literal $name:ident kernel 8) => { stream!($number $name "rdi" "qword ptr [rsp + 24]"); };
+        ($number:literal $name:ident stream 0) => { stream!($number $name "{number}" "rdi"); };
+        ($number:literal $name:ident stream 1) => { stream!($number $name "{number}" "rsi"); };
+        ($number:literal $name:ident stream 2) => { stream!($number $name "{number}" "rdx"); };
+        ($number:literal $name:ident stream 3) => { stream!($number $name "{number}" "rcx"); };
+        ($number:literal $name:ident stream 4) => { stream!($number $name "{number}" "r8"); };
+        ($number:literal $name:ident stream 5) => { stream!($number $name "{number}" "r9"); };
+        ($number:literal $name:ident stream 6) => { stream!($number $name "{number}" "qword ptr [rsp + 8]"); };
+        ($number:literal $name:ident stream 7) => { stream!($number $name "{number}" "qword ptr [rsp + 16]"); };
+        ($number:literal $name:ident stream 8) => { stream!($number $name "{number}" "qword ptr [rsp + 24]"); };
+        ($number:literal $name:ident stream 9) => { stream!($number $name "{number}" "qword ptr [rsp + 32]"); };
     }
 
     detour!(bind, crate::real::bind);
     detour!(note, crate::streams::note);
-    pub(super) use {entry, plain, stream};
+    pub(super) use {entry, legacy, plain, stream};
 }
 
 #[cfg(target_arch = "aarch64")]
@@ -147,14 +183,44 @@ mod machine {
         };
     }
 
-    /// `$test` compares the stream with 1; the legacy stream is 0 or 1.
-    macro_rules! stream {
-        ($number:literal $name:ident $($test:literal),+) => {
+    /// Work without a stream argument, on the legacy stream. `$kernel` is what [`LAST`](crate::streams::LAST) receives.
+    macro_rules! legacy {
+        ($number:literal $name:ident $kernel:literal) => {
             #[unsafe(naked)]
             #[unsafe(no_mangle)]
             pub(crate) unsafe extern "C" fn $name() {
                 std::arch::naked_asm!(
-                    $($test,)+
+                    "adrp x16, {queued}", "ldr w17, [x16, :lo12:{queued}]", "add w17, w17, #1", "str w17, [x16, :lo12:{queued}]",
+                    "adrp x16, {last}", concat!("mov x17, ", $kernel), "str x17, [x16, :lo12:{last}]",
+                    "adrp x16, {legacy}", "mov w17, #1", "strb w17, [x16, :lo12:{legacy}]",
+                    "adrp x16, {slots} + {at}",
+                    "ldr x16, [x16, :lo12:{slots} + {at}]",
+                    "cbz x16, 4f",
+                    "br x16",
+                    "4:", "mov w17, #{number}", "b {bind}",
+                    slots = sym crate::forward::SLOTS, at = const 8 * $number, number = const $number,
+                    queued = sym crate::streams::QUEUED, last = sym crate::streams::LAST, legacy = sym crate::streams::LEGACY_WORK,
+                    bind = sym crate::forward::machine::bind,
+                )
+            }
+        };
+    }
+
+    /// Work on the stream that `$load` reads into `x16`, or a register `$stream`. The legacy stream is 0 or 1, and 2 is the thread's own,
+    /// which only an event on the legacy stream reaches from other threads.
+    macro_rules! stream {
+        ($number:literal $name:ident $kernel:literal $stream:literal $($load:literal)?) => {
+            #[unsafe(naked)]
+            #[unsafe(no_mangle)]
+            pub(crate) unsafe extern "C" fn $name() {
+                std::arch::naked_asm!(
+                    "adrp x16, {queued}", "ldr w17, [x16, :lo12:{queued}]", "add w17, w17, #1", "str w17, [x16, :lo12:{queued}]",
+                    "adrp x16, {last}", concat!("mov x17, ", $kernel), "str x17, [x16, :lo12:{last}]",
+                    $($load,)?
+                    concat!("cmp ", $stream, ", #2"),
+                    "b.hi 5f",
+                    "adrp x17, {legacy}", "mov w9, #1", "strb w9, [x17, :lo12:{legacy}]",
+                    "5:", concat!("cmp ", $stream, ", #1"),
                     "b.hi 3f",
                     "2:", "adrp x16, {slots} + {at}",
                     "ldr x16, [x16, :lo12:{slots} + {at}]",
@@ -167,6 +233,7 @@ mod machine {
                     "mov w17, #{number}", "b {note}",
                     "4:", "mov w17, #{number}", "b {bind}",
                     slots = sym crate::forward::SLOTS, at = const 8 * $number, number = const $number,
+                    queued = sym crate::streams::QUEUED, last = sym crate::streams::LAST, legacy = sym crate::streams::LEGACY_WORK,
                     multi = sym crate::streams::MULTI, note = sym crate::forward::machine::note, bind = sym crate::forward::machine::bind,
                 )
             }
@@ -176,27 +243,31 @@ mod machine {
     macro_rules! entry {
         ($number:literal $name:ident own) => {};
         ($number:literal $name:ident plain) => { plain!($number $name); };
-        ($number:literal $name:ident per_thread) => { stream!($number $name "mov x16, #2", "cmp x16, #1"); };
-        ($number:literal $name:ident config) => { stream!($number $name "ldr x16, [x0, #32]", "cmp x16, #1"); };
-        ($number:literal $name:ident stream 0) => { stream!($number $name "cmp x0, #1"); };
-        ($number:literal $name:ident stream 1) => { stream!($number $name "cmp x1, #1"); };
-        ($number:literal $name:ident stream 2) => { stream!($number $name "cmp x2, #1"); };
-        ($number:literal $name:ident stream 3) => { stream!($number $name "cmp x3, #1"); };
-        ($number:literal $name:ident stream 4) => { stream!($number $name "cmp x4, #1"); };
-        ($number:literal $name:ident stream 5) => { stream!($number $name "cmp x5, #1"); };
-        ($number:literal $name:ident stream 6) => { stream!($number $name "cmp x6, #1"); };
-        ($number:literal $name:ident stream 7) => { stream!($number $name "cmp x7, #1"); };
-        ($number:literal $name:ident stream 8) => { stream!($number $name "ldr x16, [sp]", "cmp x16, #1"); };
-        ($number:literal $name:ident stream 9) => { stream!($number $name "ldr x16, [sp, #8]", "cmp x16, #1"); };
+        ($number:literal $name:ident legacy) => { legacy!($number $name "#{number}"); };
+        ($number:literal $name:ident per_thread) => { stream!($number $name "#{number}" "x16" "mov x16, #2"); };
+        ($number:literal $name:ident per_thread kernel 0) => { stream!($number $name "x0" "x16" "mov x16, #2"); };
+        ($number:literal $name:ident per_thread kernel 1) => { stream!($number $name "x1" "x16" "mov x16, #2"); };
+        ($number:literal $name:ident config) => { stream!($number $name "x1" "x16" "ldr x16, [x0, #32]"); };
+        ($number:literal $name:ident kernel 8) => { stream!($number $name "x0" "x16" "ldr x16, [sp]"); };
+        ($number:literal $name:ident stream 0) => { stream!($number $name "#{number}" "x0"); };
+        ($number:literal $name:ident stream 1) => { stream!($number $name "#{number}" "x1"); };
+        ($number:literal $name:ident stream 2) => { stream!($number $name "#{number}" "x2"); };
+        ($number:literal $name:ident stream 3) => { stream!($number $name "#{number}" "x3"); };
+        ($number:literal $name:ident stream 4) => { stream!($number $name "#{number}" "x4"); };
+        ($number:literal $name:ident stream 5) => { stream!($number $name "#{number}" "x5"); };
+        ($number:literal $name:ident stream 6) => { stream!($number $name "#{number}" "x6"); };
+        ($number:literal $name:ident stream 7) => { stream!($number $name "#{number}" "x7"); };
+        ($number:literal $name:ident stream 8) => { stream!($number $name "#{number}" "x16" "ldr x16, [sp]"); };
+        ($number:literal $name:ident stream 9) => { stream!($number $name "#{number}" "x16" "ldr x16, [sp, #8]"); };
     }
 
     detour!(bind, crate::real::bind);
     detour!(note, crate::streams::note);
-    pub(super) use {entry, plain, stream};
+    pub(super) use {entry, legacy, plain, stream};
 }
 
 #[allow(unused_imports, reason = "which of them depends on the list")]
-use machine::{entry, plain, stream};
+use machine::{entry, legacy, plain, stream};
 
 macro_rules! entry_points {
     ($($number:tt $name:ident [$($kind:tt)+];)*) => {

@@ -18,4 +18,5 @@ mod real;
 mod record;
 mod serve;
 mod settings;
+mod stacks;
 mod streams;

@@ -2,13 +2,14 @@
 //! ([`calls`](vramlab_histories::calls)).
 
 use crate::settings;
+use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64};
 use std::sync::{Mutex, Once, PoisonError};
-use vramlab_histories::calls::{COUNT, COUNTERS, CallRecord, Counter, HEADER, MAGIC, WORDS};
+use vramlab_histories::calls::{COUNT, COUNTERS, CallRecord, Counter, HEADER, MAGIC, WORDS, behind_line};
 
 /// Bytes of a record.
 const RECORD: u64 = 64;
@@ -16,6 +17,75 @@ const RECORD: u64 = 64;
 const MOST: u64 = 1 << 26;
 /// Records for which room is made at a time.
 const CHUNK: u64 = 1 << 14;
+
+/// The file of notes; null until the first.
+static NOTES: AtomicPtr<File> = AtomicPtr::new(std::ptr::null_mut());
+/// Names of what calls waited behind, with their numbers.
+static BEHIND: Mutex<BTreeMap<String, u16>> = Mutex::new(BTreeMap::new());
+/// Whether `BEHIND` is this process's.
+static BEHIND_KNOWN: AtomicBool = AtomicBool::new(false);
+/// What was queued last when its name was last asked for, and the number of that name.
+static BEHIND_LAST: Mutex<(u64, u16)> = Mutex::new((u64::MAX, 0));
+
+/// Writes a line into the notes.
+pub(crate) fn note(line: &str) {
+    use std::io::Write;
+    let mut file = NOTES.load(Acquire);
+    if file.is_null() {
+        let Some(folder) = &settings::get().record else { return };
+        let path = folder.join(format!("calls-{}.txt", std::process::id()));
+        let Ok(opened) = OpenOptions::new().append(true).create(true).mode(0o600).open(path) else { return };
+        let new = Box::into_raw(Box::new(opened));
+        // Of two threads, one opens it in vain.
+        file = match NOTES.compare_exchange(file, new, AcqRel, Acquire) {
+            Ok(_) => new,
+            Err(other) => other,
+        };
+    }
+    // SAFETY: opened above and never closed.
+    let mut file = unsafe { &*file };
+    // One write: lines of threads do not mix. A full disk costs the note.
+    let _ = file.write_all(line.as_bytes());
+}
+
+/// The number of what was queued last, for a call that waited for it; 0 if that has no name.
+pub(crate) fn behind() -> u16 {
+    if !is_on() {
+        return 0;
+    }
+    let last = crate::streams::LAST.load(Acquire);
+    let lock = |mutex: &'static Mutex<(u64, u16)>| mutex.try_lock().ok();
+    if let Some(known) = lock(&BEHIND_LAST)
+        && known.0 == last
+        && BEHIND_KNOWN.load(Acquire)
+    {
+        return known.1;
+    }
+    let Some(name) = crate::streams::last_work() else { return 0 };
+    let Ok(mut names) = BEHIND.try_lock() else { return 0 };
+    if !BEHIND_KNOWN.swap(true, AcqRel) {
+        names.clear();
+    }
+    let number = match names.get(&name) {
+        Some(number) => *number,
+        None => {
+            let Ok(number) = u16::try_from(names.len() + 1) else { return 0 };
+            note(&behind_line(number, &name));
+            names.insert(name, number);
+            number
+        }
+    };
+    if let Some(mut known) = lock(&BEHIND_LAST) {
+        *known = (last, number);
+    }
+    number
+}
+
+/// Forgets which kernel was queued last: its module is about to be unloaded.
+pub(crate) fn forget_behind() {
+    crate::streams::LAST.store(0, Release);
+    *BEHIND_LAST.lock().unwrap_or_else(PoisonError::into_inner) = (u64::MAX, 0);
+}
 
 /// The file, mapped.
 struct Map {
@@ -68,6 +138,10 @@ fn thread() -> u32 {
 
 /// A child process writes a file of its own.
 extern "C" fn forget() {
+    // The parent's locks may be held by threads that the child does not have.
+    NOTES.store(std::ptr::null_mut(), Release);
+    crate::stacks::forget();
+    BEHIND_KNOWN.store(false, Release);
     MAP.store(std::ptr::null_mut(), Release);
     TRIED.store(false, Release);
 }

@@ -9,9 +9,10 @@ mod segments;
 
 pub(crate) use held::{Held, holder, owns, range_of, take};
 
+use crate::entries::Blocked;
 use crate::real::real;
 use crate::settings::{self, Free};
-use crate::{record, streams};
+use crate::streams;
 use pending::{Item, Pending};
 use std::cell::Cell;
 use std::collections::HashMap;
@@ -275,24 +276,22 @@ impl Served {
     }
 
     /// Takes memory back that any stream may have used. Returns how long it waited.
-    pub(crate) fn free(&self, held: Held) -> u64 {
+    pub(crate) fn free(&self, held: Held) -> Blocked {
         self.live.fetch_sub(held.block.bytes(), Relaxed);
         let item = Item { block: held.block, stream: held.stream };
         if settings::get().free == Free::Waits && !streams::is_capturing() {
-            let start = record::now();
-            self.inside(|| real!(cuCtxSynchronize()));
-            let waited = record::now() - start;
+            let waited = self.inside(streams::wait_always);
             self.give_back(item);
             return waited;
         }
         if streams::is_single() && item.stream == self.legacy {
             self.give_back(item);
-            return 0;
+            return Blocked::default();
         }
         self.waiting.fetch_add(1, AcqRel);
         lock(&self.pending).add(item);
         self.collect(false);
-        0
+        Blocked::default()
     }
 
     /// Takes memory back once the stream `handle` has passed this point.
@@ -374,8 +373,11 @@ pub(crate) fn trim_all() -> bool {
     !streams::is_capturing() && all().into_iter().fold(false, |any, served| served.trim() | any)
 }
 
-/// Forgets a stream that is about to be destroyed.
+/// Forgets a stream that is about to be destroyed. Its work has to be over, since it gets no event any more.
 pub(crate) fn stream_gone(handle: u64) {
+    if settings::get().alloc.is_some() && streams::is_non_blocking(handle) && !streams::is_capturing() {
+        real!(cuStreamSynchronize(handle => u64));
+    }
     all().into_iter().for_each(|served| served.stream_gone(handle));
 }
 

@@ -27,6 +27,8 @@ pub(crate) struct Settings {
     pub(crate) poison: bool,
     /// Where calls are recorded (`VRAMLAB_INJECT_RECORD`).
     pub(crate) record: Option<PathBuf>,
+    /// Whether records have call stacks (`VRAMLAB_INJECT_STACKS`).
+    pub(crate) stacks: bool,
     /// Whether memory of PyTorch is served here, not by PyTorch's shim (`VRAMLAB_INJECT_TORCH`).
     pub(crate) torch: bool,
 }
@@ -58,6 +60,7 @@ pub(crate) fn get() -> &'static Settings {
             free,
             poison: word("VRAMLAB_INJECT_POISON") == "1",
             record: path("VRAMLAB_INJECT_RECORD"),
+            stacks: word("VRAMLAB_INJECT_STACKS") == "1",
             torch: word("VRAMLAB_INJECT_TORCH") == "1",
         }
     })

@@ -4,30 +4,50 @@
 //!
 //! - **Work on the legacy default stream only** ([`MULTI`] is 0): the next owner's work comes later on the same stream. Nothing has to be
 //!   waited for.
-//! - **Work on other streams**: a block is used again when the work of all streams that was queued before the free has completed. An
-//!   event on the legacy stream waits for every blocking stream of the context, per-thread default streams included, also those of
-//!   other threads; each non-blocking stream gets an event of its own. Streams cannot be missed: this library sees each non-blocking
-//!   stream being made.
+//! - **Work on other streams**: a block is used again when the work of all streams that was queued before the free has completed. Each
+//!   stream that the program made gets an event; this library sees each one being made. Per-thread default streams of other threads have no
+//!   handle here. An event on the legacy stream waits for them, as for every blocking stream. But later work of blocking streams
+//!   also waits for that event, so that it would order them among each other: it is recorded only where the legacy stream or a
+//!   per-thread one has had work, or where the blocking streams are many.
 //! - **From one to the other**: before its first work on another stream, the program waits once for the device, so that blocks that
 //!   were used again without an event are not used by two streams that nothing orders. Work is seen at the driver's entry points.
 //! - **While work is captured into a graph**, no event is recorded, as it would become a part of the graph; freed memory waits for the end of
 //!   the capture.
 
+use crate::entries::Blocked;
+use crate::forward::at;
 use crate::guard::Guard;
-use crate::real::address;
+use crate::real::{address, real};
 use crate::{record, serve, settings};
 use std::panic::catch_unwind;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
-use std::sync::atomic::{AtomicU8, AtomicUsize};
+use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, AtomicUsize};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use vramlab_histories::calls::Counter;
 
 /// Whether there was work on another stream than the legacy one: 0 no, 1 the first is about to be queued, 2 yes. Trampolines read it.
 pub(crate) static MULTI: AtomicU8 = AtomicU8::new(0);
 
+/// How often work was queued, roughly: trampolines raise it without a lock.
+pub(crate) static QUEUED: AtomicU32 = AtomicU32::new(0);
+/// What was queued last: a kernel's handle, or the number of an entry point. Trampolines write it.
+pub(crate) static LAST: AtomicU64 = AtomicU64::new(0);
+/// 1 once the legacy stream or a thread's default stream has had work. Trampolines write it.
+pub(crate) static LEGACY_WORK: AtomicU8 = AtomicU8::new(0);
+
 static CHANGING: Mutex<()> = Mutex::new(());
-/// Non-blocking streams, with their contexts.
-static NON_BLOCKING: Mutex<Vec<(u64, u64)>> = Mutex::new(Vec::new());
+/// Streams that the program made.
+static MADE: Mutex<Vec<Made>> = Mutex::new(Vec::new());
+/// Most blocking streams that get events of their own.
+const BLOCKING: usize = 8;
+
+/// A stream that the program made.
+#[derive(Clone, Copy, Debug)]
+struct Made {
+    context: u64,
+    stream: u64,
+    non_blocking: bool,
+}
 /// Streams that are captured, as the program named them, with the thread for per-thread streams.
 static CAPTURED: Mutex<Vec<(u64, u64)>> = Mutex::new(Vec::new());
 static CAPTURES: AtomicUsize = AtomicUsize::new(0);
@@ -85,25 +105,37 @@ fn is_multi() -> bool {
 
 /// Notes a stream that was made.
 pub(crate) fn made(context: u64, stream: u64, non_blocking: bool) {
-    if non_blocking {
-        lock(&NON_BLOCKING).push((context, stream));
-    }
+    lock(&MADE).push(Made { context, stream, non_blocking });
+}
+
+/// Whether a stream of the program does not wait for the legacy one.
+pub(crate) fn is_non_blocking(stream: u64) -> bool {
+    lock(&MADE).iter().any(|one| one.stream == stream && one.non_blocking)
 }
 
 /// Forgets a stream that is about to be destroyed.
 pub(crate) fn gone(stream: u64) {
-    lock(&NON_BLOCKING).retain(|(_, one)| *one != stream);
+    let mut made = lock(&MADE);
+    // The driver completes the work of a destroyed stream; an event on the legacy stream waits for a blocking one.
+    if made.iter().any(|one| one.stream == stream && !one.non_blocking) {
+        LEGACY_WORK.store(1, Release);
+    }
+    made.retain(|one| one.stream != stream);
 }
 
 /// Forgets the streams of a context.
 pub(crate) fn context_gone(context: u64) {
-    lock(&NON_BLOCKING).retain(|(of, _)| *of != context);
+    lock(&MADE).retain(|one| one.context != context);
 }
 
 /// The streams on which events have to be recorded so that all work of a context is ordered before them.
 pub(crate) fn of_context(context: u64) -> Vec<u64> {
-    let streams = lock(&NON_BLOCKING);
-    [LEGACY].into_iter().chain(streams.iter().filter(|(of, _)| *of == context).map(|(_, stream)| *stream)).collect()
+    let made = lock(&MADE);
+    let here = || made.iter().filter(|one| one.context == context);
+    let blocking = here().filter(|one| !one.non_blocking).count();
+    let legacy = blocking > BLOCKING || here().next().is_none() || LEGACY_WORK.load(Acquire) != 0;
+    let single = |one: &&Made| one.non_blocking || blocking <= BLOCKING;
+    legacy.then_some(LEGACY).into_iter().chain(here().filter(single).map(|one| one.stream)).collect()
 }
 
 /// Whether work is being captured anywhere.
@@ -132,4 +164,59 @@ pub(crate) fn capture_ended(stream: u64) {
         captured.swap_remove(at);
         CAPTURES.fetch_sub(1, Relaxed);
     }
+}
+
+/// What was queued last, in words: `None` if nothing was, or the driver does not know the kernel's name.
+pub(crate) fn last_work() -> Option<String> {
+    const KERNELS: u64 = 1 << 16;
+    let last = LAST.load(Acquire);
+    if last < KERNELS {
+        let number = usize::try_from(last).ok().filter(|_| QUEUED.load(Relaxed) > 0)?;
+        return crate::forward::NAMES.get(number).map(|name| name.to_string_lossy().into_owned());
+    }
+    let mut name: *const std::ffi::c_char = std::ptr::null();
+    let known = crate::real::has(at::cuFuncGetName)
+        && real!(cuFuncGetName(&raw mut name => *mut *const std::ffi::c_char, last => u64)) == 0
+        || crate::real::has(at::cuKernelGetName)
+            && real!(cuKernelGetName(&raw mut name => *mut *const std::ffi::c_char, last => u64)) == 0;
+    if !known || name.is_null() {
+        return None;
+    }
+    // SAFETY: the driver has written the address of a text that lives as long as the kernel's module.
+    Some(unsafe { std::ffi::CStr::from_ptr(name) }.to_string_lossy().into_owned())
+}
+
+/// By device, the count of queued work after which the device was last idle.
+static IDLE_AT: [AtomicU32; 64] = [const { AtomicU32::new(0) }; 64];
+/// The shortest wait so far: what waiting for an idle device costs. 0 before the first.
+static SHORTEST: AtomicU64 = AtomicU64::new(0);
+
+/// Waits for the current context, unless nothing was queued since the last wait. The driver's free waits as well; waiting before it
+/// divides its time exactly into waiting and the driver's own work.
+pub(crate) fn wait() -> Blocked {
+    let device = usize::try_from(serve::device()).unwrap_or(0) % IDLE_AT.len();
+    let queued = QUEUED.load(Acquire);
+    if IDLE_AT[device].load(Acquire) == queued {
+        return Blocked::default();
+    }
+    let blocked = wait_always();
+    IDLE_AT[device].store(queued, Release);
+    blocked
+}
+
+/// Waits for the current context. The time is that beyond a wait for an idle device.
+pub(crate) fn wait_always() -> Blocked {
+    let timed = || {
+        let start = record::now();
+        real!(cuCtxSynchronize());
+        record::now().saturating_sub(start).max(1)
+    };
+    let took = timed();
+    if SHORTEST.load(Relaxed) == 0 {
+        // The device is idle now.
+        SHORTEST.store(timed(), Relaxed);
+    }
+    let ns = took.saturating_sub(SHORTEST.fetch_min(took, Relaxed));
+    let behind = if ns > 0 { record::behind() } else { 0 };
+    Blocked { ns, behind }
 }

@@ -2,15 +2,24 @@
 
 use crate::programs::{Built, equal};
 use std::fs::File;
+use std::io::BufReader;
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
-use vramlab_histories::calls::{Call, Calls, Counter, Served};
+use vramlab_histories::calls::{Call, Calls, Counter, NO_STACK, Notes, Served};
 
 /// The records of a folder.
 fn records(folder: &Path) -> Vec<Calls> {
     let entries = std::fs::read_dir(folder).expect("the folder should be there");
-    let files = entries.map(|entry| File::open(entry.expect("an entry should be read").path()));
+    let paths = entries.map(|entry| entry.expect("an entry should be read").path());
+    let files = paths.filter(|path| path.extension().is_some_and(|end| end == "bin")).map(File::open);
     files.map(|file| Calls::read(file.expect("a record should open")).expect("a record should be read")).collect()
+}
+
+/// The notes of a folder with one process.
+fn notes(folder: &Path) -> Notes {
+    let paths = || std::fs::read_dir(folder).expect("the folder should be there").flatten().map(|entry| entry.path());
+    let path = paths().find(|path| path.extension().is_some_and(|end| end == "txt")).expect("notes should be there");
+    Notes::read(BufReader::new(File::open(path).expect("notes should open"))).expect("notes should be read")
 }
 
 fn count(calls: &Calls, call: Call) -> usize {
@@ -53,7 +62,51 @@ fn what_the_driver_serves_is_recorded_with_its_wait() {
         assert!(count(calls, call) > 0, "{call}");
     }
     assert!(calls.records.iter().all(|record| record.blocked_ns <= record.total_ns));
-    assert!(calls.records.iter().any(|record| record.call == Call::Free && record.blocked_ns > 0));
+}
+
+#[test]
+#[ignore = "needs a C compiler"]
+fn a_free_waits_for_the_work_before_it_and_the_last_kernel_is_noted() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut command = Built::get().with("address2", "loop", None, folder.path());
+    equal(command.env("DRIVER_WORK", "1").env("DRIVER_NAP", "300"));
+    let all = records(folder.path());
+    let frees: Vec<_> = all[0].records.iter().filter(|record| record.call == Call::Free).collect();
+    let notes = notes(folder.path());
+    // Of two frees in a row, only the first has work before it.
+    assert_eq!(frees.len(), 200);
+    for pair in frees.chunks(2) {
+        assert!(pair[0].blocked_ns > 100_000 && pair[0].blocked_ns <= pair[0].total_ns, "{pair:?}");
+        assert_eq!(notes.behind(pair[0].behind), Some("_Z4gemmPfi"), "{pair:?}");
+        assert_eq!((pair[1].blocked_ns, pair[1].behind), (0, 0), "{pair:?}");
+    }
+}
+
+#[test]
+#[ignore = "needs a C compiler"]
+fn stacks_name_the_addresses_of_calls_in_the_program() {
+    let folder = tempfile::tempdir().unwrap();
+    let built = Built::get();
+    for (alloc, stacks) in [(None, true), (Some("caching"), true), (None, false)] {
+        let folder = folder.path().join(format!("{alloc:?}-{stacks}"));
+        std::fs::create_dir(&folder).unwrap();
+        let mut command = built.with("dlsym", "loop", alloc, &folder);
+        equal(command.env("VRAMLAB_INJECT_STACKS", if stacks { "1" } else { "0" }));
+        let all = records(&folder);
+        let numbers: std::collections::BTreeSet<u32> = all[0].records.iter().map(|record| record.stack).collect();
+        if !stacks {
+            assert_eq!(numbers, [NO_STACK].into());
+            continue;
+        }
+        // Two allocations and two frees in the loop.
+        assert_eq!(numbers.len(), 4, "{numbers:?}");
+        let notes = notes(&folder);
+        for number in numbers {
+            let modules: Vec<&str> = notes.stack(number).map(|(_, frame)| frame.module.as_str()).collect();
+            assert!(modules[0].ends_with("/program"), "{modules:?}");
+            assert!(!modules.iter().any(|module| module.contains("vramlab_inject")), "{modules:?}");
+        }
+    }
 }
 
 #[test]

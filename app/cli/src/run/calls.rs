@@ -208,7 +208,7 @@ impl Memory {
 
     /// What a call means for device memory: the action of a history and its bytes.
     fn apply(&mut self, record: &CallRecord) -> Option<(&'static str, u64)> {
-        const OUT_OF_MEMORY: u32 = 2;
+        const OUT_OF_MEMORY: u16 = 2;
         match record.call {
             Call::Alloc | Call::Pitch | Call::AllocAsync | Call::FromPool => match record.code {
                 0 => {

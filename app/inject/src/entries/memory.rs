@@ -1,6 +1,6 @@
 //! Memory of the device: what an allocator serves.
 
-use super::{About, pass_timed, recorded};
+use super::{About, Blocked, pass_timed, recorded};
 use crate::guard::call;
 use crate::real::real;
 use crate::serve::{self, INVALID_VALUE, SUCCESS};
@@ -57,7 +57,7 @@ unsafe fn allocate(about: About, out: *mut u64, may_serve: bool, pass: impl FnMu
         Err(code) => (0, code),
     };
     if record::is_on() {
-        let done = recorded(about, Served::Allocator, addr, start, 0, code);
+        let done = recorded(about, Served::Allocator, addr, start, Blocked::default(), code);
         record::place().fill(done);
     }
     code
@@ -141,7 +141,14 @@ fn free(addr: u64) -> i32 {
     // A second free, or one inside an allocation: the driver would take a whole segment for the program's.
     if serve::owns(addr) {
         let place = record::place();
-        place.fill(recorded(About::new(Call::Free, 0), Served::Allocator, addr, start, 0, INVALID_VALUE));
+        place.fill(recorded(
+            About::new(Call::Free, 0),
+            Served::Allocator,
+            addr,
+            start,
+            Blocked::default(),
+            INVALID_VALUE,
+        ));
         return INVALID_VALUE;
     }
     let known = driver_gone(addr);
@@ -152,10 +159,7 @@ fn free(addr: u64) -> i32 {
     let (made, bytes) = known.map_or((None, 0), |(made, bytes)| (Some(made), bytes));
     // The driver's free waits for the device. Waiting before it divides its time exactly into waiting and the driver's own work.
     let waits = matches!(made, Some(Call::Alloc | Call::Pitch | Call::Managed)) && !streams::is_capturing();
-    if waits {
-        real!(cuCtxSynchronize());
-    }
-    let blocked = if waits { record::now().saturating_sub(start) } else { 0 };
+    let blocked = if waits { streams::wait() } else { Blocked::default() };
     let code = real!(cuMemFree_v2(addr => u64));
     if code != SUCCESS
         && let Some((made, bytes)) = known
@@ -248,7 +252,7 @@ fn free_async(addr: u64, stream: u64, per_thread: bool, pass: impl FnOnce() -> i
         let code = if inside { INVALID_VALUE } else { pass() };
         let by = if inside { Served::Allocator } else { Served::Driver };
         let about = About { call: Call::FreeAsync, bytes, stream };
-        place.fill(recorded(about, by, addr, start, 0, code));
+        place.fill(recorded(about, by, addr, start, Blocked::default(), code));
         return code;
     };
     // As the driver, which refuses memory that was not allocated in the capture.
@@ -262,7 +266,14 @@ fn free_async(addr: u64, stream: u64, per_thread: bool, pass: impl FnOnce() -> i
             None => INVALID_VALUE,
         },
     };
-    place.fill(recorded(About { call: Call::FreeAsync, bytes, stream }, Served::Allocator, addr, start, 0, code));
+    place.fill(recorded(
+        About { call: Call::FreeAsync, bytes, stream },
+        Served::Allocator,
+        addr,
+        start,
+        Blocked::default(),
+        code,
+    ));
     code
 }
 

@@ -1,6 +1,6 @@
 //! Memory of other kinds: recorded, and passed to the driver.
 
-use super::{About, pass_timed, recorded};
+use super::{About, Blocked, pass_timed, recorded};
 use crate::guard::call;
 use crate::real::real;
 use crate::record;
@@ -15,7 +15,7 @@ fn give_back(call: Call, addr: u64, bytes: u64, pass: impl FnOnce() -> i32) -> i
     let start = record::start();
     let place = record::place();
     let code = pass();
-    place.fill(recorded(About::new(call, bytes), Served::Driver, addr, start, 0, code));
+    place.fill(recorded(About::new(call, bytes), Served::Driver, addr, start, Blocked::default(), code));
     code
 }
 
@@ -111,3 +111,19 @@ pub(crate) extern "C" fn cuArrayDestroy(array: u64) -> i32 {
     let pass = || real!(cuArrayDestroy(array => u64));
     call(pass, || give_back(Call::ArrayDestroy, array, 0, pass))
 }
+
+macro_rules! unload {
+    ($name:ident) => {
+        #[unsafe(no_mangle)]
+        pub(crate) extern "C" fn $name(module: u64) -> i32 {
+            let pass = || real!($name(module => u64));
+            call(pass, || {
+                record::forget_behind();
+                pass()
+            })
+        }
+    };
+}
+
+unload!(cuModuleUnload);
+unload!(cuLibraryUnload);

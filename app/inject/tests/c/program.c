@@ -78,7 +78,7 @@ static void* find(const char* way, const char* name) {
 static int failures;
 #define CHECK(what) ((what) ? (void)0 : (void)(failures++, printf("line %d: %s\n", __LINE__, #what)))
 
-static R launch(S stream) { return cuLaunchKernel((void*)0xf00, 1, 2, 3, 4, 5, 6, 7, stream, (void**)8, (void**)9); }
+static R launch(S stream) { return cuLaunchKernel((void*)0xf00000, 1, 2, 3, 4, 5, 6, 7, stream, (void**)8, (void**)9); }
 
 static void start(void) {
     uintptr_t context;
@@ -269,7 +269,7 @@ int main(int count, char** words) {
     long (*calls)(const char*) = dlsym(RTLD_DEFAULT, "driver_count");
     void* driver = getenv("VRAMLAB_CUDA") ? dlopen(getenv("VRAMLAB_CUDA"), RTLD_NOW | RTLD_NOLOAD) : NULL;
     if (!calls && driver) calls = dlsym(driver, "driver_count");
-    if (calls)
+    if (calls && !getenv("QUIET"))
         printf("driver: alloc %ld free %ld async %ld record %ld synchronize %ld\n", calls("cuMemAlloc_v2"), calls("cuMemFree_v2"),
                calls("cuMemAllocAsync"), calls("cuEventRecord"), calls("cuCtxSynchronize"));
     printf("%s\n", failures ? "failed" : "equal");
