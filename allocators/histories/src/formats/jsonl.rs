@@ -1,5 +1,8 @@
-//! Our own `trace.jsonl`, as written by `trainer --trace`: one JSON object per line. It also contains how requests were served,
-//! which PyTorch's format does not.
+//! Our own `trace.jsonl`, as written by `trainer --trace` and by `vramlab run` for CUDA programs: one JSON object per line. It also
+//! contains how requests were served, which PyTorch's format does not.
+//!
+//! A line may have a call stack: its number as `stack`, and in the first line with that number its `frames`, each with `name`,
+//! `filename` and `line`, the innermost first.
 //!
 //! It does not contain when a deferred free completed, so each free completes immediately here; for a failed request the free
 //! bytes are unknown and 0 here. `analysis/schema.md` describes the fields.
@@ -8,13 +11,15 @@ use super::error::Place;
 use super::input::Input;
 use super::lines::{Lines, clip};
 use super::list::Reader;
-use super::summary::{Receiver, emit};
+use super::origins::{Frame, Origin, Origins, StackId};
+use super::summary::{Receiver, emit_from};
 use super::{Action, BlockPlace, Event, Format, ReadError, ReadOptions, Summary, read as file};
 use serde::Deserialize;
 use std::borrow::Cow;
+use std::collections::HashMap;
 use std::io::{Error, ErrorKind};
 use std::path::Path;
-use vramlab_device::budget::Budget;
+use vramlab_device::budget::{Budget, Claim, OverBudget};
 use vramlab_policies::contract::Path as Served;
 
 /// The fields that are needed.
@@ -27,6 +32,46 @@ struct Line<'l> {
     addr: Option<u64>,
     size: u64,
     stream: u64,
+    #[serde(default)]
+    stack: Option<u64>,
+    #[serde(default, borrow)]
+    frames: Option<Vec<LineFrame<'l>>>,
+}
+
+/// A frame of a call stack.
+#[derive(Deserialize)]
+struct LineFrame<'l> {
+    #[serde(borrow)]
+    name: Cow<'l, str>,
+    #[serde(borrow)]
+    filename: Cow<'l, str>,
+    line: u32,
+}
+
+/// The call stacks of a trace.
+struct Stacks {
+    by_number: HashMap<u64, StackId>,
+    claim: Claim,
+}
+
+impl Stacks {
+    /// Memory of an entry while the table doubles.
+    const ENTRY: usize = 4 * size_of::<(u64, StackId)>();
+
+    /// The origin of a line.
+    fn origin(&mut self, line: &Line<'_>, origins: &mut Origins) -> Result<Origin, OverBudget> {
+        let Some(number) = line.stack else { return Ok(Origin::default()) };
+        if let Some(frames) = &line.frames {
+            let mut numbers = Vec::with_capacity(frames.len());
+            for frame in frames {
+                let (name, filename) = (origins.text(&frame.name)?, origins.text(&frame.filename)?);
+                numbers.push(origins.frame(Frame { name, filename, line: frame.line })?);
+            }
+            self.claim.add(Self::ENTRY)?;
+            self.by_number.insert(number, origins.stack(&numbers)?);
+        }
+        Ok(Origin { stack: self.by_number.get(&number).copied().unwrap_or_default(), ..Origin::default() })
+    }
 }
 
 /// The entry in the [list](super::list).
@@ -42,13 +87,23 @@ pub(super) const READER: Reader = Reader {
 };
 
 /// Reads a trace.
-fn read(input: &mut Input<'_>, _: &ReadOptions, receiver: &mut Receiver<'_>) -> Result<Summary, ReadError> {
+fn read(input: &mut Input<'_>, options: &ReadOptions, receiver: &mut Receiver<'_>) -> Result<Summary, ReadError> {
     let mut summary = Summary::new(Format::Jsonl);
-    Lines::new(input).each(|line| parse(line).map(Some), |event| emit(event, &mut summary, receiver))?;
+    let mut stacks = Stacks { by_number: HashMap::new(), claim: options.budget.claim() };
+    let mut lines = Lines::new(input);
+    while let Some(text) = lines.next()? {
+        let parsed = parse(text).map(|(line, event)| {
+            let origin = receiver.wants_origins.then(|| stacks.origin(&line, &mut receiver.origins));
+            (event, origin.unwrap_or_else(|| Ok(Origin::default())))
+        });
+        let (event, origin) = parsed.map_err(|text| lines.content(text))?;
+        let origin = origin.map_err(|over| ReadError::over(lines.place(), over))?;
+        emit_from(event, origin, &mut summary, receiver)?;
+    }
     Ok(summary)
 }
 
-fn parse(text: &str) -> Result<Event, String> {
+fn parse(text: &str) -> Result<(Line<'_>, Event), String> {
     let line: Line<'_> = serde_json::from_str(text)
         .map_err(|error| format!("the line is not an event: {error}; it was truncated or damaged"))?;
     let unknown = || format!("'{}' is not an action", super::lines::clip(&line.action));
@@ -59,7 +114,8 @@ fn parse(text: &str) -> Result<Event, String> {
         None => return Err(format!("the event '{action}' has no 'addr'")),
     };
     let bytes = if action == Action::RecordUse { 0 } else { line.size };
-    Ok(Event { action, device: 0, addr, bytes, stream: line.stream, time_ns: line.time_ns })
+    let event = Event { action, device: 0, addr, bytes, stream: line.stream, time_ns: line.time_ns };
+    Ok((line, event))
 }
 
 /// The fields on how a request was served.

@@ -191,8 +191,18 @@ impl Receiver<'_> {
 
 /// Passes on an event of a format without completions of frees: a free completes immediately.
 pub(super) fn emit(event: Event, summary: &mut Summary, receiver: &mut Receiver<'_>) -> Result<(), ReadError> {
+    emit_from(event, Origin::default(), summary, receiver)
+}
+
+/// As [`emit`], with the event's origin.
+pub(super) fn emit_from(
+    event: Event,
+    origin: Origin,
+    summary: &mut Summary,
+    receiver: &mut Receiver<'_>,
+) -> Result<(), ReadError> {
     summary.count(event.device);
-    receiver.take(event, Origin::default())?;
+    receiver.take(event, origin)?;
     if event.action == Action::FreeRequested {
         summary.count(event.device);
         receiver.take(Event { action: Action::FreeCompleted, ..event }, Origin::default())?;

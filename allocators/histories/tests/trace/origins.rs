@@ -5,7 +5,7 @@ use serde_json::Value;
 use std::path::Path;
 use vramlab_device::budget::Budget;
 use vramlab_histories::formats::{
-    Ending, Event, Export, Origin, Origins, ReadOptions, StackId, read_origins, read_origins_from,
+    Action, Ending, Event, Export, Origin, Origins, ReadOptions, StackId, read_origins, read_origins_from,
 };
 
 /// A frame: function, file, line.
@@ -221,4 +221,31 @@ fn written_origins_read_back_unchanged() {
         std::fs::metadata(&out).unwrap().len()
     };
     assert!(size(100) - size(99) < 64, "{} bytes an event", size(100) - size(99));
+}
+
+#[test]
+fn lines_of_a_trace_have_call_stacks() {
+    let line = |time: u64, action: &str, more: &str| {
+        format!("{{\"time_ns\":{time},\"action\":\"{action}\",\"addr\":512,\"size\":64,\"stream\":0{more}}}\n")
+    };
+    let frames = r#","stack":7,"frames":[{"name":"step","filename":"matrix.cu","line":57},{"name":"main","filename":"a\tb","line":0}]"#;
+    let text = [
+        line(1, "alloc", frames),
+        line(2, "free_requested", ""),
+        line(3, "alloc", ",\"stack\":7"),
+        // A number that no line before has explained.
+        line(4, "free_requested", ",\"stack\":8"),
+    ];
+    let text = text.concat();
+    let mut stacks = Vec::new();
+    let mut take = |event: Event, origin: Origin, origins: &Origins| {
+        if event.action != Action::FreeCompleted {
+            stacks.push(spelt(origins, origin.stack));
+        }
+        Ok(())
+    };
+    let source = Box::new(std::io::Cursor::new(text.into_bytes()));
+    read_origins_from(source, &ReadOptions::default(), &mut take).unwrap();
+    let known = vec![("step".into(), "matrix.cu".into(), 57), ("main".into(), "a\tb".into(), 0)];
+    assert_eq!(stacks, [known.clone(), vec![], known, vec![]]);
 }
