@@ -25,6 +25,9 @@ OWN = set(
     cuMemFreeAsync cuMemFreeAsync_ptsz
     cuMemHostAlloc cuMemAllocHost_v2 cuMemFreeHost cuMemHostRegister_v2 cuMemHostUnregister
     cuMemCreate cuMemRelease cuMemMap cuMemUnmap cuArrayCreate_v2 cuArray3DCreate_v2 cuArrayDestroy
+    cuMipmappedArrayCreate cuMipmappedArrayDestroy cuGraphAddMemAllocNode cuGraphAddMemFreeNode
+    cuMemAddressReserve cuMemAddressFree cuMemPoolCreate cuMemPoolDestroy cuMemPoolTrimTo
+    cuMemAdvise cuMemAdvise_v2 cuStreamAttachMemAsync cuStreamAttachMemAsync_ptsz
     cuMemGetAddressRange_v2 cuMemGetInfo_v2 cuPointerGetAttribute cuPointerGetAttributes
     cuIpcGetMemHandle cuMemGetHandleForAddressRange
     cuStreamCreate cuStreamCreateWithPriority cuGreenCtxStreamCreate cuStreamDestroy cuStreamDestroy_v2

@@ -68,6 +68,24 @@ vramlab_device::named! {
         ArrayCreate "cuArrayCreate",
         /// `cuArrayDestroy`.
         ArrayDestroy "cuArrayDestroy",
+        /// `cuMipmappedArrayCreate`.
+        MipmapCreate "cuMipmappedArrayCreate",
+        /// `cuMipmappedArrayDestroy`.
+        MipmapDestroy "cuMipmappedArrayDestroy",
+        /// `cuGraphAddMemAllocNode`: its memory is taken when the graph runs.
+        GraphAlloc "cuGraphAddMemAllocNode",
+        /// `cuGraphAddMemFreeNode`.
+        GraphFree "cuGraphAddMemFreeNode",
+        /// `cuMemAddressReserve`.
+        Reserve "cuMemAddressReserve",
+        /// `cuMemAddressFree`.
+        Unreserve "cuMemAddressFree",
+        /// `cuMemPoolCreate`.
+        PoolCreate "cuMemPoolCreate",
+        /// `cuMemPoolDestroy`.
+        PoolDestroy "cuMemPoolDestroy",
+        /// `cuMemPoolTrimTo`.
+        PoolTrim "cuMemPoolTrimTo",
     }
 }
 

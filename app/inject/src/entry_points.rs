@@ -181,8 +181,8 @@ entry_points! {
     178 cuGraphAddHostNode [plain];
     179 cuGraphAddKernelNode [plain];
     180 cuGraphAddKernelNode_v2 [plain];
-    181 cuGraphAddMemAllocNode [plain];
-    182 cuGraphAddMemFreeNode [plain];
+    181 cuGraphAddMemAllocNode [own];
+    182 cuGraphAddMemFreeNode [own];
     183 cuGraphAddMemcpyNode [plain];
     184 cuGraphAddMemsetNode [plain];
     185 cuGraphAddNode [plain];
@@ -357,10 +357,10 @@ entry_points! {
     354 cuLogsDumpToMemory [plain];
     355 cuLogsRegisterCallback [plain];
     356 cuLogsUnregisterCallback [plain];
-    357 cuMemAddressFree [plain];
-    358 cuMemAddressReserve [plain];
-    359 cuMemAdvise [plain];
-    360 cuMemAdvise_v2 [plain];
+    357 cuMemAddressFree [own];
+    358 cuMemAddressReserve [own];
+    359 cuMemAdvise [own];
+    360 cuMemAdvise_v2 [own];
     361 cuMemAlloc [plain];
     362 cuMemAllocAsync [own];
     363 cuMemAllocAsync_ptsz [own];
@@ -407,8 +407,8 @@ entry_points! {
     404 cuMemMap [own];
     405 cuMemMapArrayAsync [stream 2];
     406 cuMemMapArrayAsync_ptsz [per_thread];
-    407 cuMemPoolCreate [plain];
-    408 cuMemPoolDestroy [plain];
+    407 cuMemPoolCreate [own];
+    408 cuMemPoolDestroy [own];
     409 cuMemPoolExportPointer [plain];
     410 cuMemPoolExportToShareableHandle [plain];
     411 cuMemPoolGetAccess [plain];
@@ -417,7 +417,7 @@ entry_points! {
     414 cuMemPoolImportPointer [plain];
     415 cuMemPoolSetAccess [plain];
     416 cuMemPoolSetAttribute [plain];
-    417 cuMemPoolTrimTo [plain];
+    417 cuMemPoolTrimTo [own];
     418 cuMemPrefetchAsync [stream 3];
     419 cuMemPrefetchAsync_ptsz [per_thread];
     420 cuMemPrefetchAsync_v2 [stream 4];
@@ -539,8 +539,8 @@ entry_points! {
     536 cuMemsetD8Async_ptsz [per_thread];
     537 cuMemsetD8_v2 [legacy];
     538 cuMemsetD8_v2_ptds [per_thread];
-    539 cuMipmappedArrayCreate [plain];
-    540 cuMipmappedArrayDestroy [plain];
+    539 cuMipmappedArrayCreate [own];
+    540 cuMipmappedArrayDestroy [own];
     541 cuMipmappedArrayGetLevel [plain];
     542 cuMipmappedArrayGetMemoryRequirements [plain];
     543 cuMipmappedArrayGetSparseProperties [plain];
@@ -587,8 +587,8 @@ entry_points! {
     584 cuSignalExternalSemaphoresAsync_ptsz [per_thread];
     585 cuStreamAddCallback [stream 0];
     586 cuStreamAddCallback_ptsz [per_thread];
-    587 cuStreamAttachMemAsync [stream 0];
-    588 cuStreamAttachMemAsync_ptsz [per_thread];
+    587 cuStreamAttachMemAsync [own];
+    588 cuStreamAttachMemAsync_ptsz [own];
     589 cuStreamBatchMemOp [stream 0];
     590 cuStreamBatchMemOp_ptsz [per_thread];
     591 cuStreamBatchMemOp_v2 [stream 0];

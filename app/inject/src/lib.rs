@@ -14,6 +14,7 @@
 mod entries;
 mod forward;
 mod guard;
+mod pool;
 mod real;
 mod record;
 mod serve;

@@ -188,22 +188,30 @@ fn make(path: &std::path::Path) -> std::io::Result<Map> {
     // SAFETY: the structure is live. A file above the limit would end the program by a signal.
     unsafe { libc::getrlimit(libc::RLIMIT_FSIZE, &raw mut limit) };
     // CAST: the header is a page.
-    let most = MOST.min(limit.rlim_cur.saturating_sub(HEADER as u64) / RECORD);
+    let mut most = MOST.min(limit.rlim_cur.saturating_sub(HEADER as u64) / RECORD);
     if most == 0 {
         return Err(std::io::Error::other("the limit on file sizes (ulimit -f) leaves no room"));
     }
     let file = OpenOptions::new().read(true).write(true).create(true).truncate(true).mode(0o600).open(path)?;
-    let bytes = HEADER as u64 + most * RECORD;
-    file.set_len(bytes)?;
-    make_room(&file, 0, HEADER as u64)?;
-    let length = usize::try_from(bytes).map_err(std::io::Error::other)?;
     let access = libc::PROT_READ | libc::PROT_WRITE;
     let flags = libc::MAP_SHARED | libc::MAP_NORESERVE;
-    // SAFETY: a new mapping of a file that is as long, at an address of the system's choice.
-    let at = unsafe { libc::mmap(std::ptr::null_mut(), length, access, flags, file.as_raw_fd(), 0) };
-    if at == libc::MAP_FAILED {
-        return Err(std::io::Error::last_os_error());
-    }
+    let at = loop {
+        let bytes = HEADER as u64 + most * RECORD;
+        file.set_len(bytes)?;
+        let length = usize::try_from(bytes).map_err(std::io::Error::other)?;
+        // SAFETY: a new mapping of a file that is as long, at an address of the system's choice.
+        let at = unsafe { libc::mmap(std::ptr::null_mut(), length, access, flags, file.as_raw_fd(), 0) };
+        if at != libc::MAP_FAILED {
+            break at;
+        }
+        // A limit on addresses (ulimit -v) leaves room for a shorter record.
+        let error = std::io::Error::last_os_error();
+        if error.raw_os_error() != Some(libc::ENOMEM) || most <= CHUNK {
+            return Err(error);
+        }
+        most = CHUNK.max(most / 8);
+    };
+    make_room(&file, 0, HEADER as u64)?;
     let map = Map { words: at.cast(), most, room: AtomicU64::new(0), file: Mutex::new(file) };
     map.word(1).store(u64::from(std::process::id()), Relaxed);
     map.word(2).store(clock(libc::CLOCK_REALTIME).wrapping_sub(now()), Relaxed);

@@ -13,7 +13,8 @@ use crate::entries::Blocked;
 use crate::real::real;
 use crate::settings::{self, Free};
 use crate::streams;
-use pending::{Item, Pending};
+use pending::Item;
+pub(crate) use pending::Pending;
 use std::cell::Cell;
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -43,7 +44,7 @@ pub(crate) struct Served {
     legacy: StreamId,
     /// Streams that had requests of their own.
     streams: Mutex<HashMap<u64, StreamId>>,
-    pending: Mutex<Pending>,
+    pending: Mutex<Pending<Item>>,
     /// Blocks in `pending`.
     waiting: AtomicUsize,
     /// Bytes of the blocks that the program holds.
@@ -370,7 +371,7 @@ pub(crate) fn synchronize_all() {
 
 /// Returns unused memory to the driver, which has refused a request; true if that was any.
 pub(crate) fn trim_all() -> bool {
-    !streams::is_capturing() && all().into_iter().fold(false, |any, served| served.trim() | any)
+    !streams::is_capturing() && all().into_iter().fold(crate::pool::trim(), |any, served| served.trim() | any)
 }
 
 /// Forgets a stream that is about to be destroyed. Its work has to be over, since it gets no event any more.
@@ -387,6 +388,7 @@ pub(crate) fn device_gone(device: i32) {
     contexts.retain(|(context, served)| match served {
         Some(served) if served.device == device => {
             held::context_gone(*context);
+            crate::pool::context_gone(*context);
             streams::context_gone(*context);
             false
         }

@@ -23,6 +23,9 @@ pub(crate) struct Settings {
     /// The allocator that serves (`VRAMLAB_INJECT_ALLOC`).
     pub(crate) alloc: Option<Selection>,
     pub(crate) free: Free,
+    /// Keep managed and pinned memory for the next request (`VRAMLAB_INJECT_POOL`).
+    pub(crate) pool_managed: bool,
+    pub(crate) pool_pinned: bool,
     /// Fill new memory with bytes that are NaN as floats (`VRAMLAB_INJECT_POISON`).
     pub(crate) poison: bool,
     /// Where calls are recorded (`VRAMLAB_INJECT_RECORD`).
@@ -58,6 +61,8 @@ pub(crate) fn get() -> &'static Settings {
             driver: path("VRAMLAB_CUDA"),
             alloc: alloc.filter(|_| free != Free::Driver),
             free,
+            pool_managed: word("VRAMLAB_INJECT_POOL").split(',').any(|kind| kind == "managed"),
+            pool_pinned: word("VRAMLAB_INJECT_POOL").split(',').any(|kind| kind == "pinned"),
             poison: word("VRAMLAB_INJECT_POISON") == "1",
             record: path("VRAMLAB_INJECT_RECORD"),
             stacks: word("VRAMLAB_INJECT_STACKS") == "1",

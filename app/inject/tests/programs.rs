@@ -54,6 +54,12 @@ impl Built {
                 "libcuda.so.1",
                 &["-shared", "-fPIC", "-Wl,-Bsymbolic", "-Wl,-soname,libcuda.so.1", "-ldl", "-lpthread"],
             );
+            std::fs::create_dir(built.path("old")).expect("a folder should be made");
+            built.compile(
+                "driver.c",
+                "old/libcuda.so.1",
+                &["-DOLD", "-shared", "-fPIC", "-Wl,-Bsymbolic", "-Wl,-soname,libcuda.so.1", "-ldl", "-lpthread"],
+            );
             built.compile("program.c", "program", &["-ldl", "-lpthread"]);
             let driver = built.path("libcuda.so.1");
             built.compile("program.c", "linked", &["-Wl,--no-as-needed", &driver, "-ldl", "-lpthread"]);
@@ -115,7 +121,7 @@ pub(crate) fn equal(command: &mut Command) -> String {
 /// How often the driver was called, by the word that the program prints.
 fn driver_calls(printed: &str, word: &str) -> u64 {
     let line = printed.lines().find(|line| line.starts_with("driver:")).expect("the program should count driver calls");
-    let after = line.split(&format!(" {word} ")).nth(1).and_then(|rest| rest.split(' ').next());
+    let after = line.split(&format!(" {word} ")).nth(1).and_then(|rest| rest.split([' ', '\n']).next());
     after.and_then(|number| number.parse().ok()).expect("a count should be a number")
 }
 
@@ -214,4 +220,44 @@ fn an_unknown_allocator_is_said_and_the_program_runs() {
     let mut command = built.with("dlsym", "loop", Some("cachign"), folder.path());
     let text = equal(command.env("PLAIN", "1"));
     assert!(text.contains("no allocator is called 'cachign'") && text.contains("memory stays the driver's"), "{text}");
+}
+
+#[test]
+#[ignore = "needs a C compiler"]
+fn a_driver_before_stream_ordered_memory_is_recorded_and_not_replaced() {
+    let (built, folder) = (Built::get(), tempfile::tempdir().unwrap());
+    for alloc in [None, Some("caching")] {
+        for test in ["loop", "streams", "contexts"] {
+            let mut command = built.with("dlsym", test, alloc, folder.path());
+            command.env("OLD_DRIVER", "1").env("VRAMLAB_CUDA", built.path("old/libcuda.so.1"));
+            command.env("LD_LIBRARY_PATH", built.path("old")).env("PLAIN", "1");
+            let printed = equal(&mut command);
+            let said = printed.contains("memory stays the driver's: the NVIDIA driver supports CUDA 11.1");
+            assert_eq!(said, alloc.is_some(), "{printed}");
+            if test == "loop" {
+                assert_eq!(driver_calls(&printed, "alloc"), 200, "{printed}");
+            }
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a C compiler"]
+fn managed_and_pinned_memory_is_kept_on_request() {
+    let (built, folder) = (Built::get(), tempfile::tempdir().unwrap());
+    let plain = equal(&mut built.plain("dlsym", "kinds"));
+    assert_eq!((driver_calls(&plain, "managed"), driver_calls(&plain, "pinned")), (100, 100), "{plain}");
+    for free in ["waits", "ordered"] {
+        for test in ["kinds", "advised", "errors", "threads", "contexts"] {
+            let mut command = built.with("dlsym", test, Some("caching"), folder.path());
+            command.env("VRAMLAB_INJECT_POOL", "managed,pinned").env("VRAMLAB_INJECT_FREE", free).env("POOLED", "1");
+            let pooled = equal(command.env("ROUNDS", "200"));
+            if (test, free) == ("kinds", "waits") {
+                assert_eq!((driver_calls(&pooled, "managed"), driver_calls(&pooled, "pinned")), (2, 2), "{pooled}");
+            }
+        }
+    }
+    let mut command = built.with("dlsym", "kinds", Some("caching"), folder.path());
+    let one = equal(command.env("VRAMLAB_INJECT_POOL", "pinned"));
+    assert_eq!(driver_calls(&one, "managed"), 100, "{one}");
 }

@@ -2,7 +2,9 @@
 
 use super::{About, Blocked, pass_timed, recorded};
 use crate::guard::call;
+use crate::pool::{self, Kind};
 use crate::real::real;
+use crate::record::Place;
 use crate::serve::{self, INVALID_VALUE, SUCCESS};
 use crate::{record, settings, streams};
 use std::collections::BTreeMap;
@@ -112,13 +114,35 @@ pub(crate) unsafe extern "C" fn cuMemAllocPitch_v2(
 pub(crate) unsafe extern "C" fn cuMemAllocManaged(out: *mut u64, bytes: usize, flags: u32) -> i32 {
     let pass = || real!(cuMemAllocManaged(out => *mut u64, bytes => usize, flags => u32));
     call(pass, || {
-        pass_timed(About::new(Call::Managed, bytes as u64), pass, || {
+        let about = About::new(Call::Managed, bytes as u64);
+        if !out.is_null() {
+            let start = record::start();
+            if let Some(addr) = pool::take(Kind::Managed, bytes as u64, flags) {
+                // SAFETY: not null, and the caller says that it may be written.
+                unsafe { *out = addr };
+                fill(record::place(), about, addr, start);
+                return SUCCESS;
+            }
+        }
+        let code = pass_timed(about, pass, || {
             // SAFETY: the driver has written it.
             let addr = unsafe { *out };
             driver_made(addr, Call::Managed, bytes as u64);
             addr
-        })
+        });
+        if code == SUCCESS && !out.is_null() {
+            // SAFETY: the driver has written it.
+            pool::made(Kind::Managed, bytes as u64, flags, unsafe { *out });
+        }
+        code
     })
+}
+
+/// Records a call that kept memory served.
+pub(super) fn fill(place: Place, about: About, addr: u64, start: u64) {
+    if record::is_on() {
+        place.fill(recorded(about, Served::Allocator, addr, start, Blocked::default(), SUCCESS));
+    }
 }
 
 #[unsafe(no_mangle)]
@@ -150,6 +174,10 @@ fn free(addr: u64) -> i32 {
             INVALID_VALUE,
         ));
         return INVALID_VALUE;
+    }
+    if let Some((bytes, place)) = pool::keep(Kind::Managed, addr, record::place) {
+        fill(place, About::new(Call::Free, bytes), addr, start);
+        return SUCCESS;
     }
     let known = driver_gone(addr);
     if !record::is_on() {
@@ -249,7 +277,13 @@ fn free_async(addr: u64, stream: u64, per_thread: bool, pass: impl FnOnce() -> i
     let Some((served, _, bytes)) = serve::holder(addr) else {
         let inside = serve::owns(addr);
         let bytes = if inside { 0 } else { driver_gone(addr).map_or(0, |(_, bytes)| bytes) };
-        let code = if inside { INVALID_VALUE } else { pass() };
+        let code = if inside {
+            INVALID_VALUE
+        } else {
+            // Managed memory that is freed in this way is the driver's again.
+            pool::forget(addr);
+            pass()
+        };
         let by = if inside { Served::Allocator } else { Served::Driver };
         let about = About { call: Call::FreeAsync, bytes, stream };
         place.fill(recorded(about, by, addr, start, Blocked::default(), code));

@@ -1,9 +1,13 @@
 //! Memory of other kinds: recorded, and passed to the driver.
 
+use super::memory::fill;
 use super::{About, Blocked, pass_timed, recorded};
 use crate::guard::call;
+use crate::pool::{self, Kind};
 use crate::real::real;
 use crate::record;
+use crate::serve::SUCCESS;
+use crate::streams;
 use std::ffi::c_void;
 use vramlab_histories::calls::{Call, Served};
 
@@ -19,14 +23,37 @@ fn give_back(call: Call, addr: u64, bytes: u64, pass: impl FnOnce() -> i32) -> i
     code
 }
 
+/// Pinned memory, kept or of the driver.
+///
+/// # Safety
+/// `out` is null or may be written.
+unsafe fn host(out: *mut *mut c_void, bytes: usize, flags: u32, pass: impl FnMut() -> i32) -> i32 {
+    let about = About::new(Call::HostAlloc, bytes as u64);
+    if !out.is_null() {
+        let start = record::start();
+        if let Some(addr) = pool::take(Kind::Pinned, bytes as u64, flags) {
+            // SAFETY: not null, and the caller says that it may be written. CAST: an address.
+            unsafe { *out = addr as *mut c_void };
+            fill(record::place(), about, addr, start);
+            return SUCCESS;
+        }
+    }
+    // SAFETY: the driver has written it. CAST: an address.
+    let addr = || unsafe { *out } as u64;
+    let code = pass_timed(about, pass, addr);
+    if code == SUCCESS && !out.is_null() {
+        pool::made(Kind::Pinned, bytes as u64, flags, addr());
+    }
+    code
+}
+
 /// # Safety
 /// As of the driver's function.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn cuMemHostAlloc(out: *mut *mut c_void, bytes: usize, flags: u32) -> i32 {
     let pass = || real!(cuMemHostAlloc(out => *mut *mut c_void, bytes => usize, flags => u32));
-    // SAFETY: the driver has written it. CAST: an address.
-    let addr = || unsafe { *out } as u64;
-    call(pass, || pass_timed(About::new(Call::HostAlloc, bytes as u64), pass, addr))
+    // SAFETY: the caller's promise.
+    call(pass, || unsafe { host(out, bytes, flags, pass) })
 }
 
 /// # Safety
@@ -34,16 +61,25 @@ pub(crate) unsafe extern "C" fn cuMemHostAlloc(out: *mut *mut c_void, bytes: usi
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn cuMemAllocHost_v2(out: *mut *mut c_void, bytes: usize) -> i32 {
     let pass = || real!(cuMemAllocHost_v2(out => *mut *mut c_void, bytes => usize));
-    // SAFETY: the driver has written it. CAST: an address.
-    let addr = || unsafe { *out } as u64;
-    call(pass, || pass_timed(About::new(Call::HostAlloc, bytes as u64), pass, addr))
+    // SAFETY: the caller's promise.
+    call(pass, || unsafe { host(out, bytes, 0, pass) })
 }
 
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn cuMemFreeHost(at: *mut c_void) -> i32 {
     let pass = || real!(cuMemFreeHost(at => *mut c_void));
     // CAST: an address.
-    call(pass, || give_back(Call::HostFree, at as u64, 0, pass))
+    let addr = at as u64;
+    call(pass, || {
+        let start = record::start();
+        match pool::keep(Kind::Pinned, addr, record::place) {
+            Some((bytes, place)) => {
+                fill(place, About::new(Call::HostFree, bytes), addr, start);
+                SUCCESS
+            }
+            None => give_back(Call::HostFree, addr, 0, pass),
+        }
+    })
 }
 
 #[unsafe(no_mangle)]
@@ -111,6 +147,164 @@ pub(crate) extern "C" fn cuArrayDestroy(array: u64) -> i32 {
     let pass = || real!(cuArrayDestroy(array => u64));
     call(pass, || give_back(Call::ArrayDestroy, array, 0, pass))
 }
+
+/// # Safety
+/// As of the driver's function.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuMipmappedArrayCreate(out: *mut u64, descriptor: *const c_void, levels: u32) -> i32 {
+    let pass = || real!(cuMipmappedArrayCreate(out => *mut u64, descriptor => *const c_void, levels => u32));
+    // SAFETY: the driver has written it.
+    let handle = || unsafe { *out };
+    call(pass, || pass_timed(About::new(Call::MipmapCreate, 0), pass, handle))
+}
+
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn cuMipmappedArrayDestroy(array: u64) -> i32 {
+    let pass = || real!(cuMipmappedArrayDestroy(array => u64));
+    call(pass, || give_back(Call::MipmapDestroy, array, 0, pass))
+}
+
+/// The end of `CUDA_MEM_ALLOC_NODE_PARAMS`, behind the properties of the pool.
+#[repr(C)]
+struct AllocNode {
+    properties: [u8; 88],
+    access: *const c_void,
+    access_count: usize,
+    bytes: usize,
+    addr: u64,
+}
+
+/// # Safety
+/// As of the driver's function.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuGraphAddMemAllocNode(
+    node: *mut u64,
+    graph: u64,
+    dependencies: *const u64,
+    count: usize,
+    parameters: *mut c_void,
+) -> i32 {
+    let pass = || {
+        real!(cuGraphAddMemAllocNode(
+            node => *mut u64, graph => u64, dependencies => *const u64, count => usize, parameters => *mut c_void
+        ))
+    };
+    call(pass, || {
+        let node = parameters.cast::<AllocNode>();
+        // SAFETY: the program passes such a structure, or null.
+        let bytes = if node.is_null() { 0 } else { unsafe { (*node).bytes } };
+        // SAFETY: as above; the driver has written the address.
+        pass_timed(About::new(Call::GraphAlloc, bytes as u64), pass, || unsafe { (*node).addr })
+    })
+}
+
+/// # Safety
+/// As of the driver's function.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuGraphAddMemFreeNode(
+    node: *mut u64,
+    graph: u64,
+    dependencies: *const u64,
+    count: usize,
+    addr: u64,
+) -> i32 {
+    let pass = || {
+        real!(cuGraphAddMemFreeNode(
+            node => *mut u64, graph => u64, dependencies => *const u64, count => usize, addr => u64
+        ))
+    };
+    call(pass, || give_back(Call::GraphFree, addr, 0, pass))
+}
+
+/// # Safety
+/// As of the driver's function.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuMemAddressReserve(
+    out: *mut u64,
+    bytes: usize,
+    alignment: usize,
+    addr: u64,
+    flags: u64,
+) -> i32 {
+    let pass = || {
+        real!(cuMemAddressReserve(
+            out => *mut u64, bytes => usize, alignment => usize, addr => u64, flags => u64
+        ))
+    };
+    // SAFETY: the driver has written it.
+    call(pass, || pass_timed(About::new(Call::Reserve, bytes as u64), pass, || unsafe { *out }))
+}
+
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn cuMemAddressFree(addr: u64, bytes: usize) -> i32 {
+    let pass = || real!(cuMemAddressFree(addr => u64, bytes => usize));
+    call(pass, || give_back(Call::Unreserve, addr, bytes as u64, pass))
+}
+
+/// # Safety
+/// As of the driver's function.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuMemPoolCreate(out: *mut u64, properties: *const c_void) -> i32 {
+    let pass = || real!(cuMemPoolCreate(out => *mut u64, properties => *const c_void));
+    // SAFETY: the driver has written it.
+    call(pass, || pass_timed(About::new(Call::PoolCreate, 0), pass, || unsafe { *out }))
+}
+
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn cuMemPoolDestroy(pool: u64) -> i32 {
+    let pass = || real!(cuMemPoolDestroy(pool => u64));
+    call(pass, || give_back(Call::PoolDestroy, pool, 0, pass))
+}
+
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn cuMemPoolTrimTo(pool: u64, keep: usize) -> i32 {
+    let pass = || real!(cuMemPoolTrimTo(pool => u64, keep => usize));
+    call(pass, || give_back(Call::PoolTrim, pool, keep as u64, pass))
+}
+
+/// # Safety
+/// As of the driver's function.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuMemAdvise(addr: u64, bytes: usize, advice: i32, device: i32) -> i32 {
+    let pass = || real!(cuMemAdvise(addr => u64, bytes => usize, advice => i32, device => i32));
+    call(pass, || {
+        pool::forget(addr);
+        pass()
+    })
+}
+
+/// `location` is a structure of two integers, which is passed as one word.
+///
+/// # Safety
+/// As of the driver's function.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuMemAdvise_v2(addr: u64, bytes: usize, advice: i32, location: u64) -> i32 {
+    let pass = || real!(cuMemAdvise_v2(addr => u64, bytes => usize, advice => i32, location => u64));
+    call(pass, || {
+        pool::forget(addr);
+        pass()
+    })
+}
+
+macro_rules! attach {
+    ($name:ident) => {
+        /// # Safety
+        /// As of the driver's function.
+        #[unsafe(no_mangle)]
+        pub(crate) unsafe extern "C" fn $name(stream: u64, addr: u64, bytes: usize, flags: u32) -> i32 {
+            let pass = || real!($name(stream => u64, addr => u64, bytes => usize, flags => u32));
+            call(pass, || {
+                // It counts as work, since later work on the stream depends on it.
+                streams::become_multi();
+                pool::forget(addr);
+                pass()
+            })
+        }
+    };
+}
+
+attach!(cuStreamAttachMemAsync);
+attach!(cuStreamAttachMemAsync_ptsz);
 
 macro_rules! unload {
     ($name:ident) => {

@@ -25,38 +25,44 @@ pub(super) struct Item {
     pub(super) stream: StreamId,
 }
 
-/// Blocks that are reusable when events have completed.
+/// Memory that is reusable when events have completed.
 #[derive(Debug)]
-struct Batch {
+struct Batch<T> {
     events: Vec<u64>,
-    items: Vec<Item>,
+    items: Vec<T>,
 }
 
-/// The freed blocks of a context.
-#[derive(Debug, Default)]
-pub(super) struct Pending {
+/// The freed memory of a context.
+#[derive(Debug)]
+pub(crate) struct Pending<T> {
     /// Without events as yet.
-    open: Vec<Item>,
+    open: Vec<T>,
     /// When the first of them was freed.
     opened_ns: u64,
     /// In the order of their events.
-    sealed: VecDeque<Batch>,
+    sealed: VecDeque<Batch<T>>,
     /// Events to use again.
     events: Vec<u64>,
     looked_ns: u64,
 }
 
-impl Pending {
-    /// Takes a block that waits for all streams.
-    pub(super) fn add(&mut self, item: Item) {
+impl<T> Default for Pending<T> {
+    fn default() -> Self {
+        Self { open: Vec::new(), opened_ns: 0, sealed: VecDeque::new(), events: Vec::new(), looked_ns: 0 }
+    }
+}
+
+impl<T> Pending<T> {
+    /// Takes memory that waits for all streams.
+    pub(crate) fn add(&mut self, item: T) {
         if self.open.is_empty() {
             self.opened_ns = record::now();
         }
         self.open.push(item);
     }
 
-    /// Takes a block that waits for one stream. Returns it if no event could be recorded there.
-    pub(super) fn add_on(&mut self, item: Item, handle: u64) -> Result<(), Item> {
+    /// Takes memory that waits for one stream. Returns it if no event could be recorded there.
+    pub(super) fn add_on(&mut self, item: T, handle: u64) -> Result<(), T> {
         match self.record(&[handle]) {
             Some(events) => {
                 self.sealed.push_back(Batch { events, items: vec![item] });
@@ -102,8 +108,8 @@ impl Pending {
         self.sealed.push_back(Batch { events, items });
     }
 
-    /// The blocks that nothing uses any more. With `all` it waits for the others. The context is current.
-    pub(super) fn collect(&mut self, context: u64, all: bool) -> Vec<Item> {
+    /// The memory that nothing uses any more. With `all` it waits for the remainder. The context is current.
+    pub(crate) fn collect(&mut self, context: u64, all: bool) -> Vec<T> {
         let mut out = Vec::new();
         if streams::is_capturing() {
             return out;

@@ -2,6 +2,7 @@
 //
 // Work on a stream takes as many queries or waits to complete as DRIVER_WORK says (default 0: it is done at once). Memory is checked:
 // freeing what is not allocated is CUDA_ERROR_INVALID_VALUE. What was called is counted, and `driver_count(NAME)` says how often.
+// With OLD it is a driver before 11.2: without stream-ordered memory and without cuGetProcAddress.
 
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -54,7 +55,12 @@ static uintptr_t current(void) { return depth ? stack[depth - 1] : 0; }
 static int device_of(uintptr_t context) { return context == 0x2000; }
 
 SHOWN R cuInit(unsigned flags) { CALLED; started = 1; return flags ? INVALID : OK; }
-SHOWN R cuDriverGetVersion(int* v) { *v = 13000; return OK; }
+#ifdef OLD
+enum { VERSION = 11010 };
+#else
+enum { VERSION = 13000 };
+#endif
+SHOWN R cuDriverGetVersion(int* v) { *v = VERSION; return OK; }
 SHOWN R cuDeviceGetCount(int* n) { if (!started) return NOT_INITIALIZED; *n = 2; return OK; }
 SHOWN R cuDeviceGet(int* d, int n) { if (!started) return NOT_INITIALIZED; *d = n; return n < 2 ? OK : 101; }
 SHOWN R cuDeviceGetName(char* s, int n, int d) { (void)d; snprintf(s, n, "no GPU"); return OK; }
@@ -125,7 +131,9 @@ SHOWN R cuLaunchKernel_ptsz(void* f, unsigned gx, unsigned gy, unsigned gz, unsi
     CALLED;
     return cuLaunchKernel(f, gx, gy, gz, bx, by, bz, shared, stream, p, extra);
 }
+#ifndef OLD
 SHOWN R cuFuncGetName(const char** name, void* f) { CALLED; *name = "_Z4gemmPfi"; return f == (void*)0xf00000 ? OK : INVALID; }
+#endif
 SHOWN R cuModuleUnload(void* m) { CALLED; (void)m; return OK; }
 SHOWN R cuMemsetD8_v2(P p, unsigned char v, size_t n) { CALLED; (void)p; (void)v; (void)n; queue(); return OK; }
 SHOWN R cuMemsetD8Async(P p, unsigned char v, size_t n, S s) { CALLED; (void)p; (void)v; (void)n; (void)s; return OK; }
@@ -173,7 +181,9 @@ SHOWN R cuMemAlloc_v2(P* p, size_t n) { CALLED; return take(p, n, 0); }
 SHOWN R cuMemAlloc(unsigned* p, unsigned n) { CALLED; (void)p; (void)n; return SUPPORT; }  // 32-bit addresses
 SHOWN R cuMemAllocPitch_v2(P* p, size_t* pitch, size_t w, size_t h, unsigned e) { CALLED; if (e != 4 && e != 8 && e != 16) return INVALID; *pitch = (w + 511) & ~(size_t)511; return take(p, *pitch * h, 0); }
 SHOWN R cuMemAllocManaged(P* p, size_t n, unsigned f) { CALLED; (void)f; return take(p, n, 1); }
+SHOWN R cuMemAdvise(P p, size_t n, int a, int d) { CALLED; (void)p; (void)n; (void)a; (void)d; return OK; }
 SHOWN R cuMemFree_v2(P p) { CALLED; drain(); return drop(p); }
+#ifndef OLD
 SHOWN R cuMemAllocAsync(P* p, size_t n, S s) { CALLED; (void)s; return take(p, n, 2); }
 SHOWN R cuMemAllocAsync_ptsz(P* p, size_t n, S s) { CALLED; (void)s; return take(p, n, 2); }
 SHOWN R cuMemFreeAsync(P p, S s) { CALLED; (void)s; return drop(p); }
@@ -181,6 +191,7 @@ SHOWN R cuMemFreeAsync_ptsz(P p, S s) { CALLED; (void)s; return drop(p); }
 SHOWN R cuDeviceGetDefaultMemPool(uintptr_t* p, int d) { *p = 0x9000 + d; return OK; }
 SHOWN R cuDeviceGetMemPool(uintptr_t* p, int d) { *p = 0x9000 + d; return OK; }
 SHOWN R cuMemAllocFromPoolAsync(P* p, size_t n, uintptr_t pool, S s) { CALLED; (void)s; (void)pool; return take(p, n, 2); }
+#endif
 SHOWN R cuMemHostAlloc(void** p, size_t n, unsigned f) { CALLED; (void)f; *p = malloc(n); return *p ? OK : MEMORY; }
 SHOWN R cuMemFreeHost(void* p) { CALLED; free(p); return OK; }
 SHOWN R cuMemGetInfo_v2(size_t* f, size_t* t) { pthread_mutex_lock(&lock); if (f) *f = TOTAL - used; if (t) *t = TOTAL; pthread_mutex_unlock(&lock); return OK; }
@@ -205,6 +216,7 @@ SHOWN R cuPointerGetAttribute(void* data, int what, P at) {
 SHOWN R cuIpcGetMemHandle(void* h, P at) { CALLED; memset(h, 0, 64); memcpy(h, &at, 8); return OK; }
 SHOWN R cuDevicePrimaryCtxReset_v2(int d) { CALLED; (void)d; pthread_mutex_lock(&lock); blocks = NULL; used = 0; pthread_mutex_unlock(&lock); return OK; }
 
+#ifndef OLD
 static void* self(const char* name) {
     static void* here;
     if (!here) {
@@ -234,3 +246,4 @@ SHOWN R cuGetProcAddress_v2(const char* name, void** out, int version, unsigned 
     if (status) *status = code != OK;
     return OK;
 }
+#endif

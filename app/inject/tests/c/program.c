@@ -25,6 +25,7 @@ typedef int R;
     F(cuMemAllocAsync, R, (P*, size_t, S)) \
     F(cuMemFreeAsync, R, (P, S)) \
     F(cuMemAllocManaged, R, (P*, size_t, unsigned)) \
+    F(cuMemAdvise, R, (P, size_t, int, int)) \
     F(cuMemHostAlloc, R, (void**, size_t, unsigned)) \
     F(cuMemFreeHost, R, (void*)) \
     F(cuMemGetAddressRange, R, (P*, size_t*, P)) \
@@ -154,6 +155,8 @@ static void capture(void) {
     CHECK(cuStreamCreate(&stream, 1) == 0);
     CHECK(cuStreamBeginCapture(stream, 0) == 0);
     CHECK(cuMemAllocAsync(&p, 4096, stream) == 0 && launch(stream) == 0 && cuMemFreeAsync(p, stream) == 0);
+    // Memory runs out: nothing that waits may be tried inside a capture.
+    CHECK(cuMemAllocAsync(&q, (size_t)1 << 40, stream) == 2);
     CHECK(cuMemFreeAsync(before, stream) == 1 || getenv("PLAIN"));
     CHECK(cuMemFree(before) == 0 || getenv("PLAIN"));
     CHECK(cuStreamEndCapture(stream, &graph) == 0 && graph);
@@ -174,6 +177,34 @@ static void contexts(void) {
     CHECK(cuDevicePrimaryCtxReset(0) == 0);
     CHECK(cuMemFree(p) == 1);
     CHECK(cuMemAlloc(&p, 4096) == 0 && cuMemFree(p) == 0);
+}
+
+// Managed and pinned memory: kept for the next request of the same size where that is asked for.
+static void kinds(int steps) {
+    for (int i = 0; i < steps; i++) {
+        P managed, array[4];
+        void *pinned, *mapped;
+        CHECK(cuMemAllocManaged(&managed, 1 << 16, 1) == 0 && cuMemHostAlloc(&pinned, 4096, 0) == 0);
+        CHECK(cuMemHostAlloc(&mapped, 4096, 2) == 0 && mapped != pinned);
+        CHECK(launch(0) == 0);
+        CHECK(cuMemFreeHost(pinned) == 0 && cuMemFreeHost(mapped) == 0);
+        CHECK(cuMemFree(managed) == 0);
+        for (int at = 0; at < 4; at++) CHECK(cuMemAlloc(&array[at], 100) == 0);
+        // Each of another kind than its neighbours; any free takes any kind, once.
+        CHECK(cuMemAllocManaged(&managed, 1 << 16, 1) == 0);
+        for (int at = 0; at < 4; at++) CHECK(cuMemFree(array[at]) == 0 && cuMemFree(array[at]) == 1);
+        CHECK((i ? cuMemFree(managed) : cuMemFreeAsync(managed, 0)) == 0);
+    }
+}
+
+// Memory whose placement was advised is not given to another request.
+static void advised(void) {
+    P one, two;
+    CHECK(cuMemAllocManaged(&one, 1 << 16, 1) == 0);
+    CHECK(cuMemAdvise(one + 8, 16, 1, 0) == 0);
+    CHECK(cuMemFree(one) == 0);
+    CHECK(cuMemAllocManaged(&two, 1 << 16, 1) == 0 && two != one && cuMemFree(two) == 0);
+    CHECK(cuMemAllocManaged(&one, 1 << 16, 1) == 0 && (one == two || !getenv("POOLED")) && cuMemFree(one) == 0);
 }
 
 // Under a limit of its own: only memory of the program's may be exported.
@@ -248,7 +279,8 @@ int main(int count, char** words) {
         CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
     }
     FUNCTIONS(FIND)
-#define FOUND(name, result, arguments) CHECK(name != NULL);
+    // A driver before 11.2 has no stream-ordered memory.
+#define FOUND(name, result, arguments) CHECK(name != NULL || (getenv("OLD_DRIVER") && strstr(#name, "Async")));
     FUNCTIONS(FOUND)
     if (failures) return 1;
     start();
@@ -257,6 +289,8 @@ int main(int count, char** words) {
     if (!strcmp(test, "capture")) capture();
     if (!strcmp(test, "contexts")) contexts();
     if (!strcmp(test, "exports")) exports();
+    if (!strcmp(test, "kinds")) kinds(50);
+    if (!strcmp(test, "advised")) advised();
     if (!strcmp(test, "threads")) threads();
     if (!strcmp(test, "exit")) CHECK(cuMemAlloc(&late, 4096) == 0), atexit(at_exit);
     if (!strcmp(test, "crash")) loop(10), abort();
@@ -270,8 +304,9 @@ int main(int count, char** words) {
     void* driver = getenv("VRAMLAB_CUDA") ? dlopen(getenv("VRAMLAB_CUDA"), RTLD_NOW | RTLD_NOLOAD) : NULL;
     if (!calls && driver) calls = dlsym(driver, "driver_count");
     if (calls && !getenv("QUIET"))
-        printf("driver: alloc %ld free %ld async %ld record %ld synchronize %ld\n", calls("cuMemAlloc_v2"), calls("cuMemFree_v2"),
-               calls("cuMemAllocAsync"), calls("cuEventRecord"), calls("cuCtxSynchronize"));
+        printf("driver: alloc %ld free %ld async %ld record %ld synchronize %ld managed %ld pinned %ld\n", calls("cuMemAlloc_v2"),
+               calls("cuMemFree_v2"), calls("cuMemAllocAsync"), calls("cuEventRecord"), calls("cuCtxSynchronize"),
+               calls("cuMemAllocManaged"), calls("cuMemHostAlloc"));
     printf("%s\n", failures ? "failed" : "equal");
     return failures != 0;
 }

@@ -1,0 +1,162 @@
+//! Managed and pinned memory that the program freed, kept for its next request of the same size and flags (`--pool managed,pinned`).
+//!
+//! The driver serves such memory slowly, and an allocator of device memory cannot serve it. Whole allocations are kept, so that queries
+//! and exports answer as for the driver's own. Memory is given out again when all work that was queued before its free has
+//! completed, since the host may use it at once. Memory whose placement the program advised, or that it attached to a stream, goes back
+//! to the driver. At most as many bytes are kept as the program held at once.
+
+use crate::real::real;
+use crate::serve::{self, Pending, SUCCESS};
+use crate::settings::{self, Free};
+use crate::streams;
+use std::collections::HashMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// A kind of memory that can be kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Kind {
+    Managed,
+    Pinned,
+}
+
+/// What has to be equal for memory to serve a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Key {
+    kind: Kind,
+    context: u64,
+    bytes: u64,
+    flags: u32,
+}
+
+#[derive(Default)]
+struct Kept {
+    /// What the program holds, by address.
+    held: HashMap<u64, Key>,
+    ready: HashMap<Key, Vec<u64>>,
+    /// Freed, with work before it that may still run.
+    pending: HashMap<u64, Pending<(Key, u64)>>,
+    held_bytes: u64,
+    peak_bytes: u64,
+    kept_bytes: u64,
+}
+
+static KEPT: Mutex<Option<Kept>> = Mutex::new(None);
+
+fn lock() -> MutexGuard<'static, Option<Kept>> {
+    KEPT.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Whether memory of a kind is kept.
+fn is_on(kind: Kind) -> bool {
+    let settings = settings::get();
+    settings.free != Free::Driver
+        && match kind {
+            Kind::Managed => settings.pool_managed,
+            Kind::Pinned => settings.pool_pinned,
+        }
+}
+
+/// Kept memory for a request, or `None`: the driver serves, and [`made`] is to be called.
+pub(crate) fn take(kind: Kind, bytes: u64, flags: u32) -> Option<u64> {
+    if !is_on(kind) || bytes == 0 || streams::is_capturing() {
+        return None;
+    }
+    let key = Key { kind, context: serve::context(), bytes, flags };
+    let mut kept = lock();
+    let kept = kept.as_mut()?;
+    kept.collect(key.context, false);
+    let addr = kept.ready.get_mut(&key)?.pop()?;
+    kept.kept_bytes -= bytes;
+    kept.hold(addr, key);
+    Some(addr)
+}
+
+/// Notes memory that the driver made for the program.
+pub(crate) fn made(kind: Kind, bytes: u64, flags: u32, addr: u64) {
+    let context = serve::context();
+    if is_on(kind) && context != 0 {
+        lock().get_or_insert_default().hold(addr, Key { kind, context, bytes, flags });
+    }
+}
+
+/// Keeps memory that the program frees: its bytes, and what `before` returned, which is called before another request can have it. `None`:
+/// it is not of this kind, or there is enough, and the driver has to free it.
+pub(crate) fn keep<T>(kind: Kind, addr: u64, before: impl FnOnce() -> T) -> Option<(u64, T)> {
+    if !is_on(kind) {
+        return None;
+    }
+    let mut kept = lock();
+    let kept = kept.as_mut()?;
+    let key = *kept.held.get(&addr).filter(|key| key.kind == kind)?;
+    kept.held.remove(&addr);
+    kept.held_bytes -= key.bytes;
+    if kept.kept_bytes + key.bytes > kept.peak_bytes || key.context != serve::context() {
+        return None;
+    }
+    let placed = before();
+    kept.kept_bytes += key.bytes;
+    if settings::get().free == Free::Waits && !streams::is_capturing() {
+        real!(cuCtxSynchronize());
+        kept.ready.entry(key).or_default().push(addr);
+        return Some((key.bytes, placed));
+    }
+    kept.pending.entry(key.context).or_default().add((key, addr));
+    kept.collect(key.context, false);
+    Some((key.bytes, placed))
+}
+
+/// Lets memory that an address lies in go back to the driver when it is freed: it has properties now that another request has not.
+pub(crate) fn forget(addr: u64) {
+    let mut kept = lock();
+    let Some(kept) = kept.as_mut() else { return };
+    let found = kept.held.iter().find(|(base, key)| addr.wrapping_sub(**base) < key.bytes).map(|(base, _)| *base);
+    if let Some(key) = found.and_then(|base| kept.held.remove(&base)) {
+        kept.held_bytes -= key.bytes;
+    }
+}
+
+/// Forgets all memory of a context, which is gone with it.
+pub(crate) fn context_gone(context: u64) {
+    if let Some(kept) = lock().as_mut() {
+        kept.held.retain(|_, key| key.context != context);
+        kept.ready.retain(|key, _| key.context != context);
+        kept.pending.remove(&context);
+        kept.held_bytes = kept.held.values().map(|key| key.bytes).sum();
+    }
+}
+
+/// Gives what is kept for the current context back to the driver; true if that was any. No work is captured.
+pub(crate) fn trim() -> bool {
+    let context = serve::context();
+    let mut kept = lock();
+    let Some(kept) = kept.as_mut() else { return false };
+    kept.collect(context, true);
+    let mut any = false;
+    let keys: Vec<Key> = kept.ready.keys().copied().filter(|key| key.context == context).collect();
+    for key in keys {
+        for addr in kept.ready.remove(&key).unwrap_or_default() {
+            kept.kept_bytes -= key.bytes;
+            any |= match key.kind {
+                Kind::Managed => real!(cuMemFree_v2(addr => u64)),
+                Kind::Pinned => real!(cuMemFreeHost(addr => u64)),
+            } == SUCCESS;
+        }
+    }
+    any
+}
+
+impl Kept {
+    fn hold(&mut self, addr: u64, key: Key) {
+        self.held.insert(addr, key);
+        self.held_bytes += key.bytes;
+        self.peak_bytes = self.peak_bytes.max(self.held_bytes);
+    }
+
+    /// Makes memory ready whose earlier work has completed. The context is current.
+    fn collect(&mut self, context: u64, all: bool) {
+        let Some(pending) = self.pending.get_mut(&context) else { return };
+        for (key, addr) in pending.collect(context, all) {
+            self.ready.entry(key).or_default().push(addr);
+        }
+    }
+}
