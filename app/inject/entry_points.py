@@ -33,7 +33,7 @@ OWN = set(
     cuStreamCreate cuStreamCreateWithPriority cuGreenCtxStreamCreate cuStreamDestroy cuStreamDestroy_v2
     cuStreamBeginCapture cuStreamBeginCapture_ptsz cuStreamBeginCapture_v2 cuStreamBeginCapture_v2_ptsz
     cuStreamBeginCaptureToGraph cuStreamBeginCaptureToGraph_ptsz cuStreamEndCapture cuStreamEndCapture_ptsz
-    cuModuleUnload cuLibraryUnload
+    cuModuleUnload cuLibraryUnload cuModuleGetFunction cuLibraryGetKernel cuKernelGetFunction
     cuDevicePrimaryCtxReset cuDevicePrimaryCtxReset_v2 cuDevicePrimaryCtxRelease cuDevicePrimaryCtxRelease_v2
     """.split()
 )

@@ -301,7 +301,7 @@ entry_points! {
     298 cuIpcOpenMemHandle [plain];
     299 cuIpcOpenMemHandle_v2 [plain];
     300 cuKernelGetAttribute [plain];
-    301 cuKernelGetFunction [plain];
+    301 cuKernelGetFunction [own];
     302 cuKernelGetLibrary [plain];
     303 cuKernelGetName [plain];
     304 cuKernelGetParamCount [plain];
@@ -324,7 +324,7 @@ entry_points! {
     321 cuLaunchKernel_ptsz [per_thread kernel 0];
     322 cuLibraryEnumerateKernels [plain];
     323 cuLibraryGetGlobal [plain];
-    324 cuLibraryGetKernel [plain];
+    324 cuLibraryGetKernel [own];
     325 cuLibraryGetKernelCount [plain];
     326 cuLibraryGetManaged [plain];
     327 cuLibraryGetModule [plain];
@@ -545,7 +545,7 @@ entry_points! {
     542 cuMipmappedArrayGetMemoryRequirements [plain];
     543 cuMipmappedArrayGetSparseProperties [plain];
     544 cuModuleEnumerateFunctions [plain];
-    545 cuModuleGetFunction [plain];
+    545 cuModuleGetFunction [own];
     546 cuModuleGetFunctionCount [plain];
     547 cuModuleGetGlobal [plain];
     548 cuModuleGetGlobal_v2 [plain];

@@ -35,6 +35,8 @@ struct Kept {
     ready: HashMap<Key, Vec<u64>>,
     /// Freed, with work before it that may still run.
     pending: HashMap<u64, Pending<(Key, u64)>>,
+    /// How many of them there are.
+    waiting: HashMap<Key, usize>,
     held_bytes: u64,
     peak_bytes: u64,
     kept_bytes: u64,
@@ -65,6 +67,11 @@ pub(crate) fn take(kind: Kind, bytes: u64, flags: u32) -> Option<u64> {
     let mut kept = lock();
     let kept = kept.as_mut()?;
     kept.collect(key.context, false);
+    let is_ready = kept.ready.get(&key).is_some_and(|ready| !ready.is_empty());
+    if !is_ready && kept.waiting.get(&key).is_some_and(|count| *count > 0) {
+        // The driver's free would have waited for the same work.
+        kept.collect(key.context, true);
+    }
     let addr = kept.ready.get_mut(&key)?.pop()?;
     kept.kept_bytes -= bytes;
     kept.hold(addr, key);
@@ -85,23 +92,33 @@ pub(crate) fn keep<T>(kind: Kind, addr: u64, before: impl FnOnce() -> T) -> Opti
     if !is_on(kind) {
         return None;
     }
+    let key = {
+        let mut kept = lock();
+        let kept = kept.as_mut()?;
+        let key = *kept.held.get(&addr).filter(|key| key.kind == kind)?;
+        kept.held.remove(&addr);
+        kept.held_bytes -= key.bytes;
+        if kept.kept_bytes + key.bytes > kept.peak_bytes || key.context != serve::context() {
+            return None;
+        }
+        kept.kept_bytes += key.bytes;
+        key
+    };
+    let waits = settings::get().free == Free::Waits && !streams::is_capturing();
+    if waits {
+        // Other threads may go on meanwhile.
+        real!(cuCtxSynchronize());
+    }
     let mut kept = lock();
     let kept = kept.as_mut()?;
-    let key = *kept.held.get(&addr).filter(|key| key.kind == kind)?;
-    kept.held.remove(&addr);
-    kept.held_bytes -= key.bytes;
-    if kept.kept_bytes + key.bytes > kept.peak_bytes || key.context != serve::context() {
-        return None;
-    }
     let placed = before();
-    kept.kept_bytes += key.bytes;
-    if settings::get().free == Free::Waits && !streams::is_capturing() {
-        real!(cuCtxSynchronize());
+    if waits {
         kept.ready.entry(key).or_default().push(addr);
-        return Some((key.bytes, placed));
+    } else {
+        *kept.waiting.entry(key).or_default() += 1;
+        kept.pending.entry(key.context).or_default().add((key, addr));
+        kept.collect(key.context, false);
     }
-    kept.pending.entry(key.context).or_default().add((key, addr));
-    kept.collect(key.context, false);
     Some((key.bytes, placed))
 }
 
@@ -121,6 +138,7 @@ pub(crate) fn context_gone(context: u64) {
         kept.held.retain(|_, key| key.context != context);
         kept.ready.retain(|key, _| key.context != context);
         kept.pending.remove(&context);
+        kept.waiting.retain(|key, _| key.context != context);
         kept.held_bytes = kept.held.values().map(|key| key.bytes).sum();
     }
 }
@@ -156,6 +174,9 @@ impl Kept {
     fn collect(&mut self, context: u64, all: bool) {
         let Some(pending) = self.pending.get_mut(&context) else { return };
         for (key, addr) in pending.collect(context, all) {
+            if let Some(count) = self.waiting.get_mut(&key) {
+                *count = count.saturating_sub(1);
+            }
             self.ready.entry(key).or_default().push(addr);
         }
     }

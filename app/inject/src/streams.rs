@@ -15,10 +15,10 @@
 //!   the capture.
 
 use crate::entries::Blocked;
-use crate::forward::at;
 use crate::guard::Guard;
 use crate::real::{address, real};
 use crate::{record, serve, settings};
+use std::collections::HashMap;
 use std::panic::catch_unwind;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
 use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, AtomicUsize};
@@ -166,7 +166,29 @@ pub(crate) fn capture_ended(stream: u64) {
     }
 }
 
-/// What was queued last, in words: `None` if nothing was, or the driver does not know the kernel's name.
+/// Names of kernels by handle, as the program looked them up. The driver is not asked for the name of a handle: it may be of a kernel or
+/// of a function, and of a module that is gone.
+static KERNELS_KNOWN: Mutex<Option<HashMap<u64, String>>> = Mutex::new(None);
+
+/// Notes a kernel that the program looked up.
+pub(crate) fn kernel(handle: u64, name: &std::ffi::CStr) {
+    if record::is_on() {
+        let name = name.to_string_lossy().into_owned();
+        lock(&KERNELS_KNOWN).get_or_insert_default().insert(handle, name);
+    }
+}
+
+/// Notes that a kernel has another handle, too.
+pub(crate) fn kernel_alias(handle: u64, of: u64) {
+    let mut known = lock(&KERNELS_KNOWN);
+    if let Some(known) = known.as_mut()
+        && let Some(name) = known.get(&of).cloned()
+    {
+        known.insert(handle, name);
+    }
+}
+
+/// What was queued last, in words: `None` if nothing was, or the program looked the kernel up in another way.
 pub(crate) fn last_work() -> Option<String> {
     const KERNELS: u64 = 1 << 16;
     let last = LAST.load(Acquire);
@@ -174,16 +196,7 @@ pub(crate) fn last_work() -> Option<String> {
         let number = usize::try_from(last).ok().filter(|_| QUEUED.load(Relaxed) > 0)?;
         return crate::forward::NAMES.get(number).map(|name| name.to_string_lossy().into_owned());
     }
-    let mut name: *const std::ffi::c_char = std::ptr::null();
-    let known = crate::real::has(at::cuFuncGetName)
-        && real!(cuFuncGetName(&raw mut name => *mut *const std::ffi::c_char, last => u64)) == 0
-        || crate::real::has(at::cuKernelGetName)
-            && real!(cuKernelGetName(&raw mut name => *mut *const std::ffi::c_char, last => u64)) == 0;
-    if !known || name.is_null() {
-        return None;
-    }
-    // SAFETY: the driver has written the address of a text that lives as long as the kernel's module.
-    Some(unsafe { std::ffi::CStr::from_ptr(name) }.to_string_lossy().into_owned())
+    lock(&KERNELS_KNOWN).as_ref()?.get(&last).cloned()
 }
 
 /// By device, the count of queued work after which the device was last idle.

@@ -8,7 +8,7 @@ use crate::real::real;
 use crate::record;
 use crate::serve::SUCCESS;
 use crate::streams;
-use std::ffi::c_void;
+use std::ffi::{CStr, c_char, c_void};
 use vramlab_histories::calls::{Call, Served};
 
 /// Records a call that gives something back.
@@ -305,6 +305,43 @@ macro_rules! attach {
 
 attach!(cuStreamAttachMemAsync);
 attach!(cuStreamAttachMemAsync_ptsz);
+
+macro_rules! get_kernel {
+    ($name:ident) => {
+        /// # Safety
+        /// As of the driver's function.
+        #[unsafe(no_mangle)]
+        pub(crate) unsafe extern "C" fn $name(out: *mut u64, of: u64, name: *const c_char) -> i32 {
+            let pass = || real!($name(out => *mut u64, of => u64, name => *const c_char));
+            call(pass, || {
+                let code = pass();
+                if code == SUCCESS && !out.is_null() && !name.is_null() {
+                    // SAFETY: the driver has written the handle and read the name.
+                    unsafe { streams::kernel(*out, CStr::from_ptr(name)) };
+                }
+                code
+            })
+        }
+    };
+}
+
+get_kernel!(cuModuleGetFunction);
+get_kernel!(cuLibraryGetKernel);
+
+/// # Safety
+/// As of the driver's function.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuKernelGetFunction(out: *mut u64, kernel: u64) -> i32 {
+    let pass = || real!(cuKernelGetFunction(out => *mut u64, kernel => u64));
+    call(pass, || {
+        let code = pass();
+        if code == SUCCESS && !out.is_null() {
+            // SAFETY: the driver has written it.
+            streams::kernel_alias(unsafe { *out }, kernel);
+        }
+        code
+    })
+}
 
 macro_rules! unload {
     ($name:ident) => {

@@ -131,9 +131,7 @@ SHOWN R cuLaunchKernel_ptsz(void* f, unsigned gx, unsigned gy, unsigned gz, unsi
     CALLED;
     return cuLaunchKernel(f, gx, gy, gz, bx, by, bz, shared, stream, p, extra);
 }
-#ifndef OLD
-SHOWN R cuFuncGetName(const char** name, void* f) { CALLED; *name = "_Z4gemmPfi"; return f == (void*)0xf00000 ? OK : INVALID; }
-#endif
+SHOWN R cuModuleGetFunction(void** f, void* m, const char* name) { CALLED; (void)m; (void)name; *f = (void*)0xf00000; return OK; }
 SHOWN R cuModuleUnload(void* m) { CALLED; (void)m; return OK; }
 SHOWN R cuMemsetD8_v2(P p, unsigned char v, size_t n) { CALLED; (void)p; (void)v; (void)n; queue(); return OK; }
 SHOWN R cuMemsetD8Async(P p, unsigned char v, size_t n, S s) { CALLED; (void)p; (void)v; (void)n; (void)s; return OK; }

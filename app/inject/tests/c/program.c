@@ -25,6 +25,7 @@ typedef int R;
     F(cuMemAllocAsync, R, (P*, size_t, S)) \
     F(cuMemFreeAsync, R, (P, S)) \
     F(cuMemAllocManaged, R, (P*, size_t, unsigned)) \
+    F(cuModuleGetFunction, R, (void**, void*, const char*)) \
     F(cuMemAdvise, R, (P, size_t, int, int)) \
     F(cuMemHostAlloc, R, (void**, size_t, unsigned)) \
     F(cuMemFreeHost, R, (void*)) \
@@ -86,6 +87,8 @@ static void start(void) {
     CHECK(cuInit(0) == 0);
     CHECK(cuDevicePrimaryCtxRetain(&context, 0) == 0);
     CHECK(cuCtxSetCurrent(context) == 0);
+    void* kernel;
+    CHECK(cuModuleGetFunction(&kernel, (void*)1, "_Z4gemmPfi") == 0 && kernel == (void*)0xf00000);
 }
 
 static void loop(int steps) {
