@@ -9,12 +9,15 @@ mod launch;
 mod processes;
 mod secrets;
 mod summary;
+mod symbols;
 mod unversioned;
 
 use anyhow::Result;
+pub(crate) use calls::CudaProcess;
 use clap::Args;
 use device::Sampler;
-use driver::{AtDriver, Free};
+pub(crate) use driver::{AtDriver, Free};
+use driver::{Pool, Stacks};
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -26,7 +29,7 @@ use vramlab::Selection;
 pub(crate) use answer::{AnswerArgs, advice_for, answer, replay, set_command_line};
 pub(crate) use folder::Folder;
 use launch::Python;
-pub(crate) use launch::{Frames, Launch};
+pub(crate) use launch::{Frames, Launch, Output};
 pub(crate) use processes::Process;
 use processes::read_records;
 pub(crate) use summary::missing_allocator;
@@ -94,6 +97,12 @@ pub(crate) struct RunArgs {
     /// Serve and record at CUDA's driver only, also in PyTorch: for PYTORCH_NO_CUDA_MEMORY_CACHING=1
     #[arg(long)]
     at_driver: bool,
+    /// Keep freed memory of these kinds between the program and CUDA's driver, for the next request of the same size: managed, pinned
+    #[arg(long, value_name = "KINDS", value_delimiter = ',')]
+    pool: Vec<Pool>,
+    /// Which memory calls of CUDA's driver have the call stack of the program
+    #[arg(long, value_name = "WHICH", default_value = "on")]
+    stacks: Stacks,
     /// Do not ask at the end which setting would need less memory, which takes seconds
     #[arg(long)]
     no_advise: bool,
@@ -124,7 +133,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
         events: recorded.events,
         steps: false,
         conf: None,
-        output_to_stderr: false,
+        output: Output::Same,
     };
     let started = runner.run(&launch, &folder).inspect_err(|_| folder.discard())?;
     // Whoever had it killed does not wait for advice.
@@ -147,9 +156,21 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
 
 /// How calls are served and recorded at the driver's boundary, if they can be.
 fn at_driver(args: &RunArgs) -> Result<Result<AtDriver, String>> {
-    let set = |at: AtDriver| AtDriver { free: args.free, poison: args.poison, all: args.at_driver, ..at };
+    let set = |at: AtDriver| AtDriver {
+        free: args.free,
+        poison: args.poison,
+        all: args.at_driver,
+        stacks: args.stacks == Stacks::On,
+        pool: args.pool.clone(),
+        ..at
+    };
     let found = AtDriver::find().map(set);
-    let option = [(args.at_driver, "--at-driver"), (args.poison, "--poison"), (args.free != Free::Ordered, "--free")];
+    let option = [
+        (args.at_driver, "--at-driver"),
+        (args.poison, "--poison"),
+        (args.free != Free::Ordered, "--free"),
+        (!args.pool.is_empty(), "--pool"),
+    ];
     let option = option.into_iter().find_map(|(given, name)| given.then_some(name));
     match option {
         Some(option) => driver::needed(found, option).map(Ok),
@@ -169,7 +190,7 @@ pub(crate) struct Started {
     pub(crate) processes: Vec<Process>,
     pub(crate) device: device::Sampled,
     /// What the driver's boundary saw, or why it saw nothing.
-    calls: Result<Vec<calls::CudaProcess>, String>,
+    pub(crate) calls: Result<Vec<CudaProcess>, String>,
     /// Whether it was killed, since it did not end when it was asked to.
     pub(crate) killed: bool,
 }
@@ -197,15 +218,39 @@ impl Runner {
         Ok(Self { around: Around::listen(exit, PATIENCE, heard)?, at_driver, now })
     }
 
+    /// Serves and records at the driver's boundary from now on.
+    pub(crate) fn watch_driver(&mut self, at_driver: AtDriver) {
+        self.at_driver = Ok(at_driver);
+    }
+
+    /// Sets what a free does at the driver's boundary, if that is watched.
+    pub(crate) fn set_free(&mut self, free: Free) {
+        if let Ok(at_driver) = &mut self.at_driver {
+            at_driver.free = free;
+        }
+    }
+
+    /// Runs a program to its end without recording anything: its status and its seconds.
+    ///
+    /// # Errors
+    /// It cannot be started.
+    pub(crate) fn run_unchanged(&self, launch: &Launch<'_>) -> Result<(std::process::ExitStatus, f64)> {
+        let mut command = launch.unchanged()?;
+        let began = Instant::now();
+        let Outcome { status, .. } = self.around.run(&mut command)?;
+        Ok((status, began.elapsed().as_secs_f64()))
+    }
+
     /// Runs a program to its end. What cannot be read or written of its records is said, and is no error.
     ///
     /// # Errors
     /// It cannot be started.
     pub(crate) fn run(&self, launch: &Launch<'_>, folder: &Folder) -> Result<Started> {
+        // An allocator that nothing can put in is an error; a program that only cannot be recorded runs unchanged.
         let python = match &self.at_driver {
             Ok(at) if at.all => Python::LeftOut,
-            Ok(_) => Python::IfInstalled,
-            Err(_) => Python::Needed,
+            Err(_) if launch.alloc.is_some() => Python::Needed,
+            _ => Python::IfInstalled,
         };
         let mut command = launch.command(folder, python)?;
         let mut unseen = self.at_driver.as_ref().err().cloned();

@@ -1,21 +1,27 @@
-//! `vramlab try`: runs a program under its current settings, under the advised ones, and under another allocator, and compares
-//! predictions with measurements.
+//! `vramlab try`: runs a program several times under different allocators and compares the runs.
+//!
+//! A program that uses PyTorch runs under its current settings, under the advised ones, and under an allocator ([`torch`]). Any other
+//! program that uses CUDA runs unchanged, and with its memory served in three ways at the driver's boundary ([`cuda`]).
 
-use crate::advise::First;
-use crate::run::{Folder, Launch, Recorded, Runner, Started, advice_for, missing_allocator, replay, report_problem};
-use crate::words::counted;
+mod cuda;
+mod output;
+mod torch;
+
+use crate::run::{AtDriver, Folder, Launch, Output, Recorded, Runner, report_problem};
 use anyhow::{Result, bail};
 use clap::Args;
-use serde::Serialize;
-use std::path::{Path, PathBuf};
-use terminal::{Cell, Column, Page, RuntimeFailure, Table, arguments, around, command, duration, quoted, say};
-use vramlab::{Bytes, Selection};
+use output::Copied;
+use terminal::{RuntimeFailure, arguments, around, say};
+use vramlab::Selection;
 
 #[derive(Debug, Args)]
 pub(crate) struct TryArgs {
-    /// Allocator of the last run
-    #[arg(long, value_name = "NAME[:key=value,...]", value_parser = arguments::allocator(), default_value = "remap")]
-    alloc: Selection,
+    /// Allocator of the last runs; may be repeated [default: remap for PyTorch, caching for other CUDA programs]
+    #[arg(long, value_name = "NAME[:key=value,...]", value_parser = arguments::allocator())]
+    alloc: Vec<Selection>,
+    /// Rounds of runs for a program that does not use PyTorch. The order of the runs alternates between rounds
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    rounds: u32,
     /// Print one JSON object on standard output; what the program prints goes to standard error
     #[arg(long)]
     json: bool,
@@ -23,50 +29,29 @@ pub(crate) struct TryArgs {
     recorded: Recorded,
 }
 
-/// Result of all runs.
-#[derive(Debug, Serialize)]
-struct Tried {
-    command: String,
-    /// Under the current settings, under the advised ones if there are any, and under the allocator.
-    runs: Vec<Run>,
-    /// Advice from the first run; `null` if its snapshot allowed none.
-    advice: Option<First>,
+impl TryArgs {
+    /// The allocators of the last runs.
+    fn allocators(&self, default: &str) -> Result<Vec<Selection>> {
+        if !self.alloc.is_empty() {
+            return Ok(self.alloc.clone());
+        }
+        Ok(vec![Selection::of(vramlab::backends::find(default)?)])
+    }
 }
 
-/// One run.
-#[derive(Debug, Serialize)]
-struct Run {
-    /// `as it is`, `advised` or `allocator`.
-    name: &'static str,
-    /// `PYTORCH_CUDA_ALLOC_CONF`, if it was changed for this run.
-    conf: Option<String>,
-    /// Allocator under PyTorch.
-    allocator: Option<String>,
-    /// Exit code of the program; `null` if a signal ended it.
-    exit_code: Option<i32>,
-    predicted_reserved_bytes: Option<u64>,
-    /// Peak of the process with the highest peak.
-    reserved_bytes: Option<u64>,
-    active_bytes: Option<u64>,
-    /// Median time between two steps of the optimizer.
-    step_ns: Option<u64>,
-    steps: usize,
-    wall_s: f64,
-    predicted_driver_calls: Option<u64>,
-    /// Counted by the allocator, else by a replay of the recording.
-    driver_calls: Option<u64>,
-    out_of_memory: u64,
-    folder: PathBuf,
-}
-
-/// Runs the program two or three times and compares the runs.
+/// Runs the program under each setting and compares the runs.
 ///
 /// # Errors
-/// The program cannot be started, or leaves nothing to compare.
+/// The program cannot be started, or uses no CUDA memory that can be observed.
 pub(crate) fn try_out(args: &TryArgs) -> Result<()> {
     let recorded = &args.recorded;
     let folder = Folder::make(recorded.output.as_deref())?;
-    let runner = Runner::new(around::Exit::Own)?;
+    let mut runner = Runner::new(around::Exit::Own)?;
+    let at_driver = AtDriver::find();
+    let unwatched = at_driver.as_ref().err().cloned();
+    if let Ok(at_driver) = at_driver {
+        runner.watch_driver(at_driver);
+    }
     let launch = Launch {
         command: &recorded.command,
         alloc: None,
@@ -77,163 +62,35 @@ pub(crate) fn try_out(args: &TryArgs) -> Result<()> {
         events: recorded.events,
         steps: true,
         conf: None,
-        output_to_stderr: args.json,
+        output: if args.json { Output::Stderr } else { Output::Same },
     };
-    say("try      1: current settings");
-    let (as_it_is, started) = run_once(&runner, &launch, &folder, "as it is").inspect_err(|_| folder.discard())?;
-    let Some(snapshot) = snapshot(&started, &as_it_is.folder) else {
-        bail!(RuntimeFailure::new(
-            "no process of the program used CUDA through PyTorch and loaded the recorder (python -I, -E and -S switch it off), so \
-             there is nothing to compare"
-        ));
-    };
-    let advice = match advice_for(&snapshot, recorded.limit) {
-        Ok(advice) => Some(advice),
-        Err(error) => {
-            say(&format!("try      no advice: {error}"));
-            None
+    say("try      current settings");
+    let copied = Copied::new(args.json)?;
+    let shown = launch.output;
+    let first = Launch { output: Output::Pipe(copied.writer()), ..launch };
+    let first = torch::run_once(&runner, &first, &folder, "as it is").inspect_err(|_| folder.discard());
+    let copied = copied.finish();
+    let (as_it_is, started) = first?;
+    if let Some(snapshot) = torch::snapshot(&started, &as_it_is.folder) {
+        let launch = Launch { output: shown, ..launch };
+        return torch::compare(args, &runner, &launch, &folder, as_it_is, &snapshot);
+    }
+    match &started.calls {
+        Ok(calls) if !calls.is_empty() => cuda::compare(args, &mut runner, &launch, &folder, copied),
+        calls => {
+            let why = unwatched.or_else(|| calls.as_ref().err().cloned());
+            let why = why.unwrap_or_else(|| "it made no memory call of CUDA's driver".to_owned());
+            bail!(RuntimeFailure::new(format_args!(
+                "no process of the program used CUDA through PyTorch and loaded the recorder (python -I, -E and -S switch it off); \
+                 other CUDA programs are observed at the driver, but {why}. There is nothing to compare"
+            )))
         }
-    };
-    let mut runs = vec![Run {
-        predicted_reserved_bytes: None,
-        driver_calls: advice.as_ref().and_then(|advice| advice.recorded_driver_calls),
-        ..as_it_is
-    }];
-    if let Some((advice, conf)) = advice.as_ref().and_then(|advice| Some((advice, advice.conf.as_deref()?))) {
-        say(&format!("try      2: PYTORCH_CUDA_ALLOC_CONF={conf}"));
-        let launch = Launch { conf: Some(conf), ..launch };
-        let (run, started) = run_once(&runner, &launch, &folder, "advised")?;
-        let again = self::snapshot(&started, &run.folder).map(|file| replay(&file, recorded.limit, None));
-        let again = again.and_then(|replayed| replayed.ok().flatten());
-        runs.push(Run {
-            conf: Some(conf.to_owned()),
-            predicted_reserved_bytes: advice.predicted_reserved_bytes,
-            predicted_driver_calls: advice.predicted_driver_calls,
-            driver_calls: again.map(|replayed| replayed.driver_calls),
-            ..run
-        });
     }
-    say(&format!("try      {}: {}", runs.len() + 1, args.alloc));
-    let under = Launch { alloc: Some(&args.alloc), ..launch };
-    let (run, started) = run_once(&runner, &under, &folder, "allocator")?;
-    if let Some(line) = missing_allocator(&args.alloc.to_string(), &started.processes) {
-        report_problem(line);
-    }
-    let predicted = replay(&snapshot, recorded.limit, Some(&args.alloc)).ok().flatten();
-    runs.push(Run {
-        allocator: Some(args.alloc.to_string()),
-        predicted_reserved_bytes: predicted.map(|replayed| replayed.reserved_bytes),
-        predicted_driver_calls: predicted.map(|replayed| replayed.driver_calls),
-        driver_calls: worst(&started).and_then(|process| process.driver_calls()),
-        ..run
-    });
-    let tried = Tried { command: launch.shown(), runs, advice };
-    match args.json {
-        true => terminal::print_json(&tried)?,
-        false => page(&tried, &snapshot).print()?,
-    }
-    folder.finish(&tried).map(drop)
 }
 
-/// Runs the program once, in its own directory. If a signal ends the program, this one ends alike.
-fn run_once(runner: &Runner, launch: &Launch<'_>, folder: &Folder, name: &'static str) -> Result<(Run, Started)> {
-    let directory = Folder::make(Some(&folder.shown.join(name.replace(' ', "-"))))?;
-    let started = runner.run(launch, &directory).inspect_err(|_| directory.discard())?;
-    if let Err(error) =
-        directory.finish(&serde_json::json!({"command": launch.shown(), "processes": started.processes}))
-    {
+/// Writes the record of one run into its folder.
+fn finish(folder: &Folder, record: &impl serde::Serialize) {
+    if let Err(error) = folder.finish(record) {
         report_problem(format_args!("cannot write the record of this run: {error:#}"));
     }
-    if started.status.code().is_none() {
-        around::end_alike(started.status);
-    }
-    let process = worst(&started);
-    let mut steps: Vec<u64> = process.map(|process| process.step_ns.clone()).unwrap_or_default();
-    steps.sort_unstable();
-    let run = Run {
-        name,
-        conf: None,
-        allocator: None,
-        exit_code: started.status.code(),
-        predicted_reserved_bytes: None,
-        reserved_bytes: process.and_then(|process| process.peak("reserved_bytes")),
-        active_bytes: process.and_then(|process| process.peak("active_bytes")),
-        step_ns: steps.get(steps.len() / 2).copied(),
-        steps: steps.len(),
-        wall_s: started.seconds,
-        predicted_driver_calls: None,
-        driver_calls: None,
-        out_of_memory: started.processes.iter().map(|process| process.count("num_ooms")).sum(),
-        folder: directory.shown.clone(),
-    };
-    Ok((run, started))
-}
-
-/// The process with the highest recorded peak.
-fn worst(started: &Started) -> Option<&crate::run::Process> {
-    started.processes.iter().max_by_key(|process| (process.best().is_some(), process.peak("reserved_bytes")))
-}
-
-fn snapshot(started: &Started, folder: &Path) -> Option<PathBuf> {
-    worst(started)?.best().map(|snapshot| folder.join(&snapshot.file))
-}
-
-fn page(tried: &Tried, snapshot: &Path) -> Page {
-    let mut page = Page::stdout();
-    page.title(format!("{}: predicted and measured", tried.command));
-    page.table(&table(tried));
-    let stepped = tried.runs.iter().any(|run| run.step_ns.is_some());
-    page.note(match stepped {
-        true => "step: median time between two optimizer steps",
-        false => "No optimizer step was recorded; only the program's total time is known.",
-    });
-    for run in tried.runs.iter().filter(|run| run.out_of_memory > 0) {
-        page.note(format!("{} ran out of memory {}.", shown(run), counted(run.out_of_memory, "time")));
-    }
-    match &tried.advice {
-        Some(advice) if advice.conf.is_none() => {
-            page.note(format!("No second setting was tried: {}.", advice.sentence))
-        }
-        _ => {}
-    }
-    page.gap();
-    page.next(&command("vramlab", &format!("explain {}", quoted(&snapshot.to_string_lossy()))));
-    page
-}
-
-fn shown(run: &Run) -> String {
-    match (&run.conf, &run.allocator) {
-        (Some(conf), _) => arguments::heading(conf),
-        (_, Some(allocator)) => arguments::heading(allocator),
-        _ => run.name.to_owned(),
-    }
-}
-
-fn table(tried: &Tried) -> Table {
-    let mut table = Table::new([
-        Column::text("run"),
-        Column::right("reserved, predicted"),
-        Column::right("measured"),
-        Column::right("step"),
-        Column::right("program").priority(2),
-        Column::right("driver calls, predicted").priority(1),
-        Column::right("counted").priority(1),
-        Column::right("exit code").priority(3),
-    ]);
-    let bytes = |bytes: Option<u64>| Cell::or_dash(bytes.map(|bytes| Bytes(bytes).to_string()));
-    let number = |number: Option<u64>| Cell::or_dash(number.map(|number| number.to_string()));
-    for run in &tried.runs {
-        table.row([
-            Cell::from(shown(run)),
-            bytes(run.predicted_reserved_bytes),
-            bytes(run.reserved_bytes),
-            Cell::or_dash(run.step_ns.map(duration)),
-            // CAST: seconds to nanoseconds, for display.
-            Cell::from(duration((run.wall_s * 1e9) as u64)),
-            number(run.predicted_driver_calls),
-            number(run.driver_calls),
-            Cell::or_dash(run.exit_code.map(|code| code.to_string())),
-        ]);
-    }
-    table
 }

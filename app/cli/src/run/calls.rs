@@ -1,6 +1,7 @@
 //! The memory calls of a run's processes at the driver's boundary: what they cost, and a history of each GPU's memory.
 
 use super::folder::{Folder, create_private};
+use super::symbols::{self, Place, Symbols};
 use crate::words::counted;
 use anyhow::{Context, Result};
 use serde::Serialize;
@@ -10,61 +11,76 @@ use std::io::{BufReader, Write};
 use std::path::{Path, PathBuf};
 use terminal::duration;
 use vramlab::Bytes;
-use vramlab::histories::calls::{Call, CallRecord, Calls, Counter, Served};
+use vramlab::histories::calls::{Call, CallRecord, Calls, Counter, NO_STACK, Notes, Served};
 use vramlab::output::{Existing, OutputFile};
 
 /// Calls of one kind.
 #[derive(Clone, Debug, Default, Serialize)]
-pub(super) struct CallCost {
-    pub(super) call: &'static str,
-    pub(super) count: u64,
+pub(crate) struct CallCost {
+    pub(crate) call: &'static str,
+    pub(crate) count: u64,
     /// Those that did not succeed.
-    pub(super) failed: u64,
+    pub(crate) failed: u64,
     /// Those that an allocator served.
-    pub(super) served: u64,
+    pub(crate) served: u64,
     /// Bytes that were requested in all.
-    pub(super) bytes: u64,
-    pub(super) total_ns: u64,
+    pub(crate) bytes: u64,
+    pub(crate) total_ns: u64,
     /// The part of `total_ns` that waited for the device.
-    pub(super) blocked_ns: u64,
+    pub(crate) blocked_ns: u64,
+}
+
+/// Calls of one kind from one place of the program.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct SiteCost {
+    pub(crate) call: &'static str,
+    /// `FILE:LINE`, or the function where lines are unknown; `null` without a call stack.
+    pub(crate) site: Option<String>,
+    /// What was queued last before the call that waited longest: a kernel, or a function of the driver.
+    pub(crate) behind: Option<String>,
+    pub(crate) count: u64,
+    pub(crate) total_ns: u64,
+    pub(crate) blocked_ns: u64,
 }
 
 /// A process that used CUDA, as the driver's boundary saw it.
 #[derive(Clone, Debug, Serialize)]
-pub(super) struct CudaProcess {
-    pub(super) pid: u32,
+pub(crate) struct CudaProcess {
+    pub(crate) pid: u32,
     /// In the order of their time.
-    pub(super) calls: Vec<CallCost>,
-    pub(super) count: u64,
-    pub(super) total_ns: u64,
-    pub(super) blocked_ns: u64,
+    pub(crate) calls: Vec<CallCost>,
+    /// Places in the program that spent most time in memory calls.
+    pub(crate) sites: Vec<SiteCost>,
+    pub(crate) count: u64,
+    pub(crate) total_ns: u64,
+    pub(crate) blocked_ns: u64,
     /// From the first memory call to the end of the last.
-    pub(super) span_ns: u64,
-    pub(super) threads: usize,
+    pub(crate) span_ns: u64,
+    pub(crate) threads: usize,
     /// Most bytes of device memory that were requested at once.
-    pub(super) peak_bytes: u64,
+    pub(crate) peak_bytes: u64,
     /// Device memory that was not freed.
-    pub(super) left_bytes: u64,
+    pub(crate) left_bytes: u64,
     /// What the allocator between needed of the driver; `null` where none served.
-    pub(super) allocator: Option<AllocatorUse>,
+    pub(crate) allocator: Option<AllocatorUse>,
     /// Calls that were under way when the process ended.
-    pub(super) incomplete: u64,
+    pub(crate) incomplete: u64,
     /// Calls that had no room in the record.
-    pub(super) dropped: u64,
+    pub(crate) dropped: u64,
     /// Histories of device memory, one a GPU.
-    pub(super) histories: Vec<PathBuf>,
+    pub(crate) histories: Vec<PathBuf>,
 }
 
 /// The allocator's own calls of the driver.
 #[derive(Clone, Debug, Serialize)]
-pub(super) struct AllocatorUse {
-    pub(super) driver_calls: u64,
-    pub(super) driver_ns: u64,
-    pub(super) reserved_peak_bytes: u64,
+pub(crate) struct AllocatorUse {
+    pub(crate) driver_calls: u64,
+    pub(crate) driver_ns: u64,
+    pub(crate) reserved_peak_bytes: u64,
     /// Requests that were left to the driver.
-    pub(super) passed: u64,
-    pub(super) several_streams: bool,
-    pub(super) refused_exports: u64,
+    pub(crate) passed: u64,
+    pub(crate) several_streams: bool,
+    pub(crate) refused_exports: u64,
 }
 
 /// Reads what the processes of a run left, writes their histories, and takes the raw files away. Problems are said.
@@ -78,6 +94,7 @@ pub(super) fn read(folder: &Folder) -> Vec<CudaProcess> {
             Ok(process) => {
                 // It is as long as the longest run could need, with holes.
                 let _ = std::fs::remove_file(&file);
+                let _ = std::fs::remove_file(file.with_extension("txt"));
                 out.extend(process);
             }
             Err(error) => super::report_problem(format_args!("{}: {error:#}", file.display())),
@@ -99,6 +116,11 @@ fn process(path: &Path, folder: &Folder) -> Result<Option<CudaProcess>> {
     if calls.records.is_empty() {
         return Ok(None);
     }
+    let notes = match File::open(path.with_extension("txt")) {
+        Ok(file) => Notes::read(BufReader::new(file))?,
+        Err(_) => Notes::default(),
+    };
+    let stacks = Stacks::of(&calls, &notes);
     let mut kinds: BTreeMap<Call, CallCost> = BTreeMap::new();
     for record in &calls.records {
         let kind =
@@ -116,7 +138,7 @@ fn process(path: &Path, folder: &Folder) -> Result<Option<CudaProcess>> {
     let first = calls.records.iter().map(|record| record.start_ns).min().unwrap_or(0);
     let last = calls.records.iter().map(|record| record.start_ns + record.total_ns).max().unwrap_or(0);
     let threads: std::collections::BTreeSet<u32> = calls.records.iter().map(|record| record.thread).collect();
-    let written = Memory::write(&calls, folder)?;
+    let written = Memory::write(&calls, &stacks, &notes, folder)?;
     let counter = |counter| calls.counter(counter);
     let any_served = kinds.iter().any(|kind| kind.served > 0);
     Ok(Some(CudaProcess {
@@ -125,6 +147,7 @@ fn process(path: &Path, folder: &Folder) -> Result<Option<CudaProcess>> {
         total_ns: sum(|kind| kind.total_ns),
         blocked_ns: sum(|kind| kind.blocked_ns),
         calls: kinds,
+        sites: stacks.sites(&calls, &notes),
         span_ns: last - first,
         threads: threads.len(),
         peak_bytes: written.peak,
@@ -143,6 +166,50 @@ fn process(path: &Path, folder: &Folder) -> Result<Option<CudaProcess>> {
     }))
 }
 
+/// Call stacks with functions and lines, by number.
+#[derive(Default)]
+struct Stacks(BTreeMap<u32, Vec<Place>>);
+
+impl Stacks {
+    fn of(calls: &Calls, notes: &Notes) -> Self {
+        let symbols = Symbols::of(notes);
+        let numbers: std::collections::BTreeSet<u32> = calls.records.iter().map(|record| record.stack).collect();
+        let numbers = numbers.into_iter().filter(|number| *number != NO_STACK);
+        Self(
+            numbers
+                .map(|number| (number, symbols.stack(notes, number)))
+                .filter(|(_, stack)| !stack.is_empty())
+                .collect(),
+        )
+    }
+
+    /// The most expensive places.
+    fn sites(&self, calls: &Calls, notes: &Notes) -> Vec<SiteCost> {
+        const MOST: usize = 20;
+        let names: BTreeMap<u32, Option<String>> =
+            self.0.iter().map(|(number, stack)| (*number, symbols::call_site(stack))).collect();
+        let mut sites: BTreeMap<(Call, Option<&str>), (SiteCost, u64)> = BTreeMap::new();
+        for record in &calls.records {
+            let site = names.get(&record.stack).and_then(Option::as_deref);
+            let (cost, longest) = sites.entry((record.call, site)).or_insert_with(|| {
+                let (call, site) = (record.call.name(), site.map(str::to_owned));
+                (SiteCost { call, site, behind: None, count: 0, total_ns: 0, blocked_ns: 0 }, 0)
+            });
+            cost.count += 1;
+            cost.total_ns += record.total_ns;
+            cost.blocked_ns += record.blocked_ns;
+            if record.blocked_ns > *longest {
+                *longest = record.blocked_ns;
+                cost.behind = notes.behind(record.behind).map(symbols::short);
+            }
+        }
+        let mut sites: Vec<SiteCost> = sites.into_values().map(|(cost, _)| cost).collect();
+        sites.sort_by_key(|site| std::cmp::Reverse((site.blocked_ns, site.total_ns)));
+        sites.truncate(MOST);
+        sites
+    }
+}
+
 /// Device memory over the calls.
 #[derive(Default)]
 struct Memory {
@@ -155,7 +222,7 @@ struct Memory {
 
 /// A line of a history: the fields of a trace, and where the call was made and what it took.
 #[derive(Serialize)]
-struct Line {
+struct Line<'c> {
     time_ns: u64,
     action: &'static str,
     addr: u64,
@@ -165,12 +232,22 @@ struct Line {
     thread: u32,
     took_ns: u64,
     blocked_ns: u64,
+    /// What the call waited behind.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    behind: Option<&'c str>,
+    /// Number of the call stack.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    stack: Option<u32>,
+    /// Its frames, the innermost first, in the first line that has it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    frames: Option<&'c [Place]>,
 }
 
 impl Memory {
     /// Writes a history for each GPU.
-    fn write(calls: &Calls, folder: &Folder) -> Result<Self> {
+    fn write(calls: &Calls, stacks: &Stacks, notes: &Notes, folder: &Folder) -> Result<Self> {
         let mut out = Self::default();
+        let mut written: std::collections::BTreeSet<(u8, u32)> = std::collections::BTreeSet::new();
         let mut files: BTreeMap<u8, (PathBuf, OutputFile)> = BTreeMap::new();
         let mut time = 0;
         for record in &calls.records {
@@ -195,6 +272,13 @@ impl Memory {
                 thread: record.thread,
                 took_ns: record.total_ns,
                 blocked_ns: record.blocked_ns,
+                behind: notes.behind(record.behind),
+                stack: stacks.0.contains_key(&record.stack).then_some(record.stack),
+                frames: stacks
+                    .0
+                    .get(&record.stack)
+                    .filter(|_| written.insert((record.device, record.stack)))
+                    .map(Vec::as_slice),
             };
             serde_json::to_writer(&mut *file, &line).with_context(|| path.display().to_string())?;
             file.write_all(b"\n").with_context(|| path.display().to_string())?;
@@ -237,12 +321,17 @@ impl CudaProcess {
         let gap = if label.ends_with(' ') { "" } else { " " };
         let time = |ns: u64| duration(ns);
         let mut out = Vec::new();
-        let worst = self.calls.iter().max_by_key(|kind| kind.blocked_ns).filter(|kind| kind.blocked_ns > 0);
-        let waiting = worst.map_or("none of it waiting for the device".to_owned(), |kind| {
-            format!("{} waiting for the device, most in {}", time(self.blocked_ns), name(kind.call))
-        });
+        let waiting = match self.sites.first().filter(|site| site.blocked_ns > 0) {
+            None => "none of it waiting for the device".to_owned(),
+            Some(worst) => {
+                let site = worst.site.as_ref().map_or(String::new(), |site| format!(" at {site}"));
+                let behind = worst.behind.as_ref().map_or(String::new(), |name| format!(", behind {name}"));
+                format!("{} waiting for the device, most in {}{site}{behind}", time(self.blocked_ns), name(worst.call))
+            }
+        };
+        let work = if self.allocator.is_some() { "other work" } else { "the driver's own work" };
         out.push(format!(
-            "{label}{gap}{} of {} in {}: {waiting}; {} other work",
+            "{label}{gap}{} of {} in {}: {waiting}; {} {work}",
             time(self.total_ns),
             time(self.span_ns),
             counted(self.count, "memory call"),

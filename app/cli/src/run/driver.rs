@@ -15,8 +15,11 @@ use vramlab::output::Existing;
 
 /// Name of the library's file.
 const FILE: &str = "libvramlab_inject.so";
-/// Parts of names of other libraries that take the driver's place.
-const OTHERS: [&str; 4] = ["libvgpu", "libnvshare", "libcuda", "torch_memory_saver"];
+/// Parts of names of other libraries that replace functions of the driver: HAMi, nvshare, any copy of the driver, torch_memory_saver,
+/// UCX.
+const OTHERS: [&str; 5] = ["libvgpu", "libnvshare", "libcuda", "torch_memory_saver", "libucm"];
+/// Libraries that the dynamic linker loads into every program of the machine.
+const MACHINE_PRELOAD: &str = "/etc/ld.so.preload";
 
 /// What a free of memory does that any stream may use (`cudaFree`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -39,6 +42,24 @@ impl Free {
     }
 }
 
+/// A kind of memory besides the device's that is kept for the next request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Pool {
+    /// Memory of cudaMallocManaged
+    Managed,
+    /// Memory of cudaMallocHost and cudaHostAlloc
+    Pinned,
+}
+
+/// Which memory calls have the call stack of the program.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Stacks {
+    /// All
+    On,
+    /// None, which is faster
+    Off,
+}
+
 /// How memory calls of a program are served and recorded at the driver's boundary.
 #[derive(Debug)]
 pub(crate) struct AtDriver {
@@ -46,6 +67,8 @@ pub(crate) struct AtDriver {
     pub(super) driver: PathBuf,
     pub(crate) free: Free,
     pub(crate) poison: bool,
+    pub(crate) stacks: bool,
+    pub(crate) pool: Vec<Pool>,
     /// Whether PyTorch's memory is served there too, and Python's start hook is left out.
     pub(crate) all: bool,
 }
@@ -67,7 +90,7 @@ impl AtDriver {
         let candidates = libcuda::candidates(named.as_deref());
         let driver = candidates.into_iter().find(|path| is_for_this_machine(path));
         let driver = driver.ok_or("this machine has no CUDA driver: libcuda.so.1 was not found")?;
-        Ok(Self { library, driver, free: Free::Ordered, poison: false, all: false })
+        Ok(Self { library, driver, free: Free::Ordered, poison: false, stacks: false, pool: Vec::new(), all: false })
     }
 
     /// Puts the library in front of a command.
@@ -78,10 +101,10 @@ impl AtDriver {
         let unversioned = folder.path.join("libcuda.so");
         create_private(&unversioned, Existing::Replace)?.fill(unversioned::library())?;
         let theirs = std::env::var_os("LD_PRELOAD").unwrap_or_default();
-        for other in OTHERS.iter().filter(|name| theirs.to_string_lossy().contains(*name)) {
-            report_problem(format_args!(
-                "LD_PRELOAD has {other}, which takes CUDA's functions too; it is loaded behind this one and sees what passes"
-            ));
+        let machine = std::fs::read_to_string(MACHINE_PRELOAD).unwrap_or_default();
+        let injection = std::env::var_os("CUDA_INJECTION64_PATH").unwrap_or_default();
+        for warning in other_injectors(&theirs.to_string_lossy(), &machine, &injection.to_string_lossy()) {
+            report_problem(warning);
         }
         let mut preload = OsString::new();
         for path in [&self.library, &unversioned] {
@@ -104,11 +127,42 @@ impl AtDriver {
         if self.poison {
             command.env("VRAMLAB_INJECT_POISON", "1");
         }
+        if !self.pool.is_empty() {
+            let name = |pool: &Pool| match pool {
+                Pool::Managed => "managed",
+                Pool::Pinned => "pinned",
+            };
+            command.env("VRAMLAB_INJECT_POOL", self.pool.iter().map(name).collect::<Vec<_>>().join(","));
+        }
+        if self.stacks {
+            command.env("VRAMLAB_INJECT_STACKS", "1");
+        }
         if self.all {
             command.env("VRAMLAB_INJECT_TORCH", "1").env_remove("VRAMLAB_ALLOC");
         }
         Ok(())
     }
+}
+
+/// One line for each other library that sees or replaces calls of the driver.
+fn other_injectors(preload: &str, machine: &str, injection: &str) -> Vec<String> {
+    let of = |text: &str, from: &str| {
+        let found = OTHERS.iter().filter(|name| text.contains(*name));
+        let line = |name: &&str| {
+            format!(
+                "{from} has {name}, which takes CUDA's functions too; it is loaded behind this one and sees what passes"
+            )
+        };
+        found.map(line).collect::<Vec<_>>()
+    };
+    let mut out = of(preload, "LD_PRELOAD");
+    out.extend(of(machine, MACHINE_PRELOAD));
+    if !injection.is_empty() {
+        out.push(format!(
+            "CUDA_INJECTION64_PATH has CUDA's driver load {injection}, which sees only the calls that pass"
+        ));
+    }
+    out
 }
 
 /// The library: next to this program, in the library directory beside it, or in the Python package.
@@ -193,4 +247,23 @@ fn find_program(program: &OsString) -> Option<PathBuf> {
 /// Refuses options that need the library where it cannot be.
 pub(crate) fn needed(found: Result<AtDriver, String>, option: &str) -> Result<AtDriver> {
     found.map_err(|why| RuntimeFailure::new(format_args!("{option}: {why}")).into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn other_injectors_are_named_with_the_place_that_loads_them() {
+        assert_eq!(other_injectors("/usr/lib/libjemalloc.so", "", ""), [""; 0]);
+        let lines = other_injectors("/a/libucm.so:/b/libvgpu.so", "/usr/local/vgpu/libvgpu.so\n", "/opt/libtool.so");
+        let starts = [
+            "LD_PRELOAD has libvgpu",
+            "LD_PRELOAD has libucm",
+            "/etc/ld.so.preload has libvgpu",
+            "CUDA_INJECTION64_PATH",
+        ];
+        assert_eq!(lines.len(), starts.len(), "{lines:?}");
+        assert!(lines.iter().zip(starts).all(|(line, start)| line.starts_with(start)), "{lines:?}");
+    }
 }

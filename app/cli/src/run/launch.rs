@@ -22,9 +22,9 @@ pub(crate) enum Frames {
 /// Whether Python's start hook is put in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Python {
-    /// Without the package there is nothing to record.
+    /// Without the package the program is not started.
     Needed,
-    /// Memory calls are recorded at the driver's boundary in any case.
+    /// Without the package the program runs, and its memory calls are recorded at the driver's boundary, if that is possible.
     IfInstalled,
     /// All is served and recorded at the driver's boundary.
     LeftOut,
@@ -45,8 +45,17 @@ pub(crate) struct Launch<'a> {
     pub(crate) steps: bool,
     /// `PYTORCH_CUDA_ALLOC_CONF` in place of the user's.
     pub(crate) conf: Option<&'a str>,
-    /// Whether what it prints goes to standard error, so that standard output is one JSON document.
-    pub(crate) output_to_stderr: bool,
+    pub(crate) output: Output<'a>,
+}
+
+/// Where a program's standard output goes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Output<'a> {
+    /// To this program's.
+    Same,
+    /// To standard error, so that standard output is one JSON document.
+    Stderr,
+    Pipe(&'a std::io::PipeWriter),
 }
 
 impl Launch<'_> {
@@ -62,10 +71,26 @@ impl Launch<'_> {
             Python::IfInstalled => package().map_or(Ok(()), |package| self.prepare_python(&mut command, &package))?,
             Python::LeftOut => {}
         }
-        if self.output_to_stderr {
-            command.stdout(std::io::stderr());
-        }
+        self.direct_output(&mut command)?;
         Ok(command)
+    }
+
+    /// The command without the recorder and the library for CUDA's driver.
+    pub(super) fn unchanged(&self) -> Result<Command> {
+        let (program, arguments) = self.command.split_first().ok_or_else(|| anyhow!("no command is given"))?;
+        let mut command = Command::new(program);
+        command.args(arguments);
+        self.direct_output(&mut command)?;
+        Ok(command)
+    }
+
+    fn direct_output(&self, command: &mut Command) -> Result<()> {
+        match self.output {
+            Output::Same => {}
+            Output::Stderr => _ = command.stdout(std::io::stderr()),
+            Output::Pipe(writer) => _ = command.stdout(writer.try_clone()?),
+        }
+        Ok(())
     }
 
     fn prepare_python(&self, command: &mut Command, package: &Path) -> Result<()> {

@@ -105,6 +105,114 @@ fn a_static_program_runs_unchanged_and_the_reason_is_said() {
 
 #[test]
 #[ignore = "needs a C compiler"]
+fn managed_and_pinned_memory_is_kept_on_request() {
+    let place = Place::new();
+    let Some(driver) = build(&place) else { return };
+    let words = [
+        "run",
+        "--alloc",
+        "caching",
+        "--free",
+        "waits",
+        "--pool",
+        "managed,pinned",
+        "--",
+        "./program",
+        "dlsym",
+        "kinds",
+    ];
+    let mut command = process(&place, &words);
+    command
+        .env("VRAMLAB_CUDA", &driver)
+        .env("LD_LIBRARY_PATH", place.at("."))
+        .env("POOLED", "1")
+        .env_remove("LD_PRELOAD");
+    let ran = Ran::of(command.output().unwrap()).ok();
+    assert!(ran.stdout.contains("equal") && ran.stdout.contains("managed 2 pinned 2"), "{ran:?}");
+}
+
+#[test]
+#[ignore = "needs a C compiler"]
+fn scripts_and_pipelines_are_observed_through_the_programs_that_they_start() {
+    let place = Place::new();
+    let Some(driver) = build(&place) else { return };
+    place.program("script.sh", "#!/bin/sh\n./program dlsym loop\n");
+    for command in [&["./script.sh"][..], &["sh", "-c", "./program dlsym loop | cat"]] {
+        let words: Vec<&str> = ["run", "--alloc", "caching", "--"].iter().chain(command).copied().collect();
+        let mut run = process(&place, &words);
+        run.env("VRAMLAB_CUDA", &driver).env("LD_LIBRARY_PATH", place.at(".")).env_remove("LD_PRELOAD");
+        let ran = Ran::of(run.output().unwrap()).ok();
+        assert!(ran.stdout.contains("equal") && ran.stderr.contains("1 process used CUDA under caching"), "{ran:?}");
+    }
+}
+
+#[test]
+#[ignore = "needs a C compiler"]
+fn a_limit_on_addresses_shortens_the_record() {
+    let place = Place::new();
+    let Some(driver) = build(&place) else { return };
+    let mut command = process(&place, &["run", "--", "sh", "-c", "ulimit -v 1000000; ./program dlsym loop"]);
+    command
+        .env("VRAMLAB_CUDA", &driver)
+        .env("LD_LIBRARY_PATH", place.at("."))
+        .env("PLAIN", "1")
+        .env_remove("LD_PRELOAD");
+    let ran = Ran::of(command.output().unwrap()).ok();
+    assert!(ran.stdout.contains("equal") && ran.stderr.contains("400 memory calls"), "{ran:?}");
+}
+
+#[test]
+#[ignore = "needs a C compiler"]
+fn the_place_of_a_wait_and_the_kernel_before_it_are_named() {
+    let place = Place::new();
+    let Some(driver) = build(&place) else { return };
+    // With lines.
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../inject/tests/c/program.c");
+    let mut compiler = Command::new(std::env::var_os("CC").unwrap_or_else(|| "cc".into()));
+    let compiler = compiler.args(["-std=gnu11", "-O0", "-g", "-o"]).arg(place.at("program")).arg(&source);
+    assert!(compiler.args(["-ldl", "-lpthread"]).status().unwrap().success());
+    let text = std::fs::read_to_string(&source).unwrap();
+    let line = 1 + text.lines().position(|line| line.contains("CHECK(cuMemFree(y) == 0);")).unwrap();
+    let words = ["run", "--no-advise", "-o", "out", "--", "./program", "dlsym", "loop"];
+    let mut command = process(&place, &words);
+    command
+        .env("VRAMLAB_CUDA", &driver)
+        .env("LD_LIBRARY_PATH", place.at("."))
+        .env("PLAIN", "1")
+        .env_remove("LD_PRELOAD");
+    command.env("DRIVER_WORK", "1").env("DRIVER_NAP", "300");
+    let ran = Ran::of(command.output().unwrap()).ok();
+    let wait = format!("most in cudaFree (cuMemFree) at program.c:{line}, behind gemm;");
+    assert!(ran.stderr.contains(&wait), "{wait}: {ran:?}");
+    let left = record(&place, "out");
+    let site = &left["cuda"][0]["sites"][0];
+    assert_eq!((&site["site"], &site["behind"]), (&format!("program.c:{line}").into(), &"gemm".into()));
+    // The history has the frames once for each stack, without what starts a program.
+    let history = left["cuda"][0]["histories"][0].as_str().unwrap();
+    let text = std::fs::read_to_string(place.at(history)).unwrap();
+    let lines: Vec<serde_json::Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let with_frames: Vec<_> = lines.iter().filter(|line| line.get("frames").is_some()).collect();
+    assert_eq!(with_frames.len(), 4, "{with_frames:?}");
+    for line in with_frames {
+        let names: Vec<_> = line["frames"].as_array().unwrap().iter().map(|frame| frame["name"].as_str()).collect();
+        assert_eq!(names, [Some("loop"), Some("main")]);
+    }
+    let free = lines.iter().find(|line| line["action"] == "free_requested").unwrap();
+    assert_eq!((&free["behind"], free["stack"].is_u64()), (&"_Z4gemmPfi".into(), true));
+    place.run(&["explain", history]).ok();
+    let off = ["run", "--no-advise", "--stacks", "off", "-o", "off", "--", "./program", "dlsym", "loop"];
+    let mut command = process(&place, &off);
+    command
+        .env("VRAMLAB_CUDA", &driver)
+        .env("LD_LIBRARY_PATH", place.at("."))
+        .env("PLAIN", "1")
+        .env_remove("LD_PRELOAD");
+    Ran::of(command.output().unwrap()).ok();
+    assert_eq!(record(&place, "off")["cuda"][0]["sites"][0]["site"], serde_json::Value::Null);
+}
+
+#[test]
+#[ignore = "needs a C compiler"]
 fn libraries_that_are_loaded_in_front_already_stay() {
     let place = Place::new();
     let Some(driver) = build(&place) else { return };
@@ -120,7 +228,7 @@ fn libraries_that_are_loaded_in_front_already_stay() {
 fn an_option_for_the_driver_is_refused_where_there_is_none() {
     let place = Place::new();
     let missing = place.at("missing");
-    for option in ["--at-driver", "--poison", "--free=waits"] {
+    for option in ["--at-driver", "--poison", "--free=waits", "--pool=managed,pinned"] {
         let mut command = process(&place, &["run", option, "--", "true"]);
         let ran = Ran::of(command.env("VRAMLAB_CUDA", &missing).output().unwrap());
         if ran.code == Some(0) {
@@ -130,4 +238,51 @@ fn an_option_for_the_driver_is_refused_where_there_is_none() {
         assert_eq!(ran.code, Some(1), "{ran:?}");
         assert!(ran.stderr.contains("libcuda.so.1 was not found") || ran.stderr.contains("neither next to"), "{ran:?}");
     }
+}
+
+#[test]
+#[ignore = "needs a C compiler"]
+fn the_three_ways_to_free_are_compared() {
+    let place = Place::new();
+    let Some(driver) = build(&place) else { return };
+    let tried = |options: &[&str], test: &str| {
+        let words = [&["try"], options, &["--", "./program", "dlsym", test]].concat();
+        let mut command = process(&place, &words);
+        command.env("VRAMLAB_CUDA", &driver).env("LD_LIBRARY_PATH", place.at(".")).env_remove("LD_PRELOAD");
+        Ran::of(command.env("QUIET", "1").output().unwrap())
+    };
+    let found = tried(&["--rounds", "2", "--json", "--alloc", "caching", "--alloc", "naive"], "loop").ok().json();
+    let runs = found["runs"].as_array().unwrap();
+    let names: Vec<&str> = runs.iter().map(|run| run["name"].as_str().unwrap()).collect();
+    let expected = ["unchanged", "driver", "caching waits", "caching ordered", "naive waits", "naive ordered"];
+    assert_eq!(names, expected);
+    for run in runs {
+        assert_eq!((run["wall_s"].as_array().unwrap().len(), &run["equal"]), (2, &true.into()), "{run}");
+    }
+    let calls = |at: usize| runs[at]["memory"]["driver_calls"].as_u64();
+    assert_eq!([calls(0), calls(1), calls(2), calls(3), calls(5)], [None, Some(400), Some(1), Some(1), Some(400)]);
+    let parts = &found["parts"][0];
+    let sum: f64 = ["driver_work_s", "waiting_s", "remainder_s"].iter().map(|part| parts[part].as_f64().unwrap()).sum();
+    assert!((sum - runs[1]["median_s"].as_f64().unwrap()).abs() < 1e-9, "{found}");
+    let page = tried(&["--rounds", "1", "--output", "out"], "loop").ok();
+    for words in ["unchanged", "caching, waits", "caching, ordered", "of it waiting", "equal", "run --alloc caching"] {
+        assert!(page.stdout.contains(words), "{words}: {page:?}");
+    }
+    assert!(!page.stdout.contains("DIFFERENT"), "{page:?}");
+}
+
+#[test]
+#[ignore = "needs a C compiler"]
+fn an_output_that_an_allocator_changes_is_said() {
+    let place = Place::new();
+    let Some(driver) = build(&place) else { return };
+    // It prints how often it called the driver, which an allocator changes.
+    let mut command = process(&place, &["try", "--rounds", "2", "--", "./program", "dlsym", "loop"]);
+    command.env("VRAMLAB_CUDA", &driver).env("LD_LIBRARY_PATH", place.at(".")).env_remove("LD_PRELOAD");
+    let ran = Ran::of(command.output().unwrap()).ok();
+    assert!(
+        ran.stdout.contains("caching, ordered differs from the unchanged program: line 1 of the output"),
+        "{ran:?}"
+    );
+    assert!(ran.stdout.contains("DIFFERENT"), "{ran:?}");
 }
