@@ -1,14 +1,14 @@
 //! Call stacks of memory calls: return addresses, each distinct stack once.
 //!
-//! Frame pointers are rare in CUDA programs, so that stacks are walked by their unwind tables (glibc's `backtrace`). A stack gets a
-//! number; its addresses are written once, as modules and offsets, into the notes beside the record. `vramlab run` finds functions and
+//! Frame pointers are rare in CUDA programs, so that stacks are walked by their unwind tables, which costs microseconds. Programs mostly
+//! call from the same places: each thread remembers some stacks with the places of their return addresses, and compares those words
+//! first. A stack gets a number; its addresses are written once, as modules and offsets, into the notes beside the record. `vramlab run` finds functions and
 //! lines for them when the program has ended.
 
 use crate::{record, settings};
-use std::cell::Cell;
+use std::cell::RefCell;
 use std::collections::HashMap;
 use std::ffi::{CStr, c_void};
-use std::hash::{BuildHasher, BuildHasherDefault, DefaultHasher};
 use std::os::unix::ffi::OsStrExt;
 use std::sync::{Mutex, OnceLock, PoisonError};
 use vramlab_histories::calls::{NO_STACK, frame_line, stack_line};
@@ -18,13 +18,78 @@ const DEPTH: usize = 32;
 /// Frames that are kept.
 const KEPT: usize = 24;
 /// Stacks that a thread remembers without a lock.
-const REMEMBERED: usize = 64;
+const REMEMBERED: usize = 16;
 /// Most distinct stacks of a process.
 const MOST: usize = 1 << 16;
 
+/// A stack that this thread had: where it was, and its number.
+#[derive(Clone, Copy)]
+struct Last {
+    /// Address of a variable of this library's innermost frame.
+    here: usize,
+    number: u32,
+    count: usize,
+    /// Return addresses, the innermost first, and where they lie.
+    frames: [(usize, usize); KEPT],
+}
+
+impl Last {
+    const NONE: Self = Self { here: 0, number: NO_STACK, count: 0, frames: [(0, 0); KEPT] };
+
+    /// Whether the stack is the same. A frame's place follows from the return address and place of the frame inside of it, so that as
+    /// many words are compared as are equal, and each lies in a frame that is there.
+    fn is_same(&self, here: usize) -> bool {
+        self.here == here
+            && self.count > 0
+            // SAFETY: the first lies in the caller's frame, and each further one in the caller of a frame that is the same.
+            && self.frames[..self.count].iter().all(|(address, at)| unsafe { *(*at as *const usize) == *address })
+    }
+}
+
+/// The stacks that a thread had last.
+struct Remembered {
+    stacks: [Last; REMEMBERED],
+    /// The next to be replaced.
+    next: usize,
+}
+
+impl Remembered {
+    fn remember(&mut self, last: Last) {
+        self.stacks[self.next % REMEMBERED] = last;
+        self.next = self.next.wrapping_add(1);
+    }
+}
+
 thread_local! {
-    /// Hashes of stacks that this thread had, with their numbers.
-    static LAST: [Cell<(u64, u32)>; REMEMBERED] = const { [const { Cell::new((0, NO_STACK)) }; REMEMBERED] };
+    static LAST: RefCell<Remembered> = const { RefCell::new(Remembered { stacks: [Last::NONE; REMEMBERED], next: 0 }) };
+}
+
+/// A walk along the stack.
+struct Walk {
+    frames: [(usize, usize); DEPTH],
+    count: usize,
+}
+
+unsafe extern "C" {
+    fn _Unwind_Backtrace(
+        step: extern "C" fn(*mut c_void, *mut c_void) -> libc::c_int,
+        walk: *mut c_void,
+    ) -> libc::c_int;
+    fn _Unwind_GetIP(frame: *mut c_void) -> usize;
+    fn _Unwind_GetCFA(frame: *mut c_void) -> usize;
+}
+
+extern "C" fn step(frame: *mut c_void, walk: *mut c_void) -> libc::c_int {
+    const GO_ON: libc::c_int = 0;
+    const END: libc::c_int = 5;
+    // SAFETY: the unwinder passes a live frame, and `walk` is ours.
+    let (walk, address, end) = unsafe { (&mut *walk.cast::<Walk>(), _Unwind_GetIP(frame), _Unwind_GetCFA(frame)) };
+    if walk.count == DEPTH || address == 0 {
+        return END;
+    }
+    walk.frames[walk.count] = (address, end);
+    walk.count += 1;
+    GO_ON
 }
 
 #[derive(Default)]
@@ -36,32 +101,44 @@ struct Known {
 static KNOWN: Mutex<Option<Known>> = Mutex::new(None);
 
 /// The number of the calling program's stack; [`NO_STACK`] if none is recorded.
+#[inline(never)]
 pub(crate) fn current() -> u32 {
     if !settings::get().stacks {
         return NO_STACK;
     }
-    let mut addresses = [std::ptr::null_mut::<c_void>(); DEPTH];
-    // CAST: a small number. SAFETY: the array has as many entries.
-    let count = unsafe { libc::backtrace(addresses.as_mut_ptr(), DEPTH as libc::c_int) };
-    let count = usize::try_from(count).unwrap_or(0).min(DEPTH);
-    // CAST: addresses as numbers.
-    let addresses = addresses.map(|address| address as usize);
+    let here = 0_usize;
+    // CAST: an address.
+    let here = std::hint::black_box(&raw const here) as usize;
+    // Two calls of one function differ in the return address only, so that all are looked at.
+    let known = |last: &RefCell<Remembered>| {
+        let last = last.try_borrow().ok()?;
+        last.stacks.iter().find(|one| one.is_same(here)).map(|one| one.number)
+    };
+    if let Ok(Some(number)) = LAST.try_with(known) {
+        return number;
+    }
+    let mut walk = Walk { frames: [(0, 0); DEPTH], count: 0 };
+    // SAFETY: the function matches, and the walk lives until the call returns.
+    unsafe { _Unwind_Backtrace(step, (&raw mut walk).cast()) };
     let own = own_range();
-    let frames = &addresses[..count];
-    let first = frames.iter().position(|address| !own.contains(address)).unwrap_or(count);
-    let frames = &frames[first..count.min(first + KEPT)];
+    let all = &walk.frames[..walk.count];
+    let first = all.iter().position(|(address, _)| !own.contains(address)).unwrap_or(all.len());
+    let frames = &all[first..all.len().min(first + KEPT)];
     if frames.is_empty() {
         return NO_STACK;
     }
-    let hash = BuildHasherDefault::<DefaultHasher>::default().hash_one(frames);
-    // CAST: an index below REMEMBERED.
-    let slot = (hash % REMEMBERED as u64) as usize;
-    let remembered = LAST.try_with(|last| last[slot].get()).unwrap_or((0, NO_STACK));
-    if remembered.0 == hash && remembered.1 != NO_STACK {
-        return remembered.1;
+    let addresses: Vec<usize> = frames.iter().map(|(address, _)| *address).collect();
+    let number = number(&addresses);
+    // The unwinder gives the stack pointer after the return; on x86-64 the return address lies below it.
+    if cfg!(target_arch = "x86_64") {
+        let mut new = Last { here, number, count: frames.len(), frames: [(0, 0); KEPT] };
+        for (place, (address, end)) in new.frames.iter_mut().zip(frames) {
+            *place = (*address, end.wrapping_sub(size_of::<usize>()));
+        }
+        if new.is_same(here) {
+            let _ = LAST.try_with(|last| last.try_borrow_mut().map(|mut last| last.remember(new)));
+        }
     }
-    let number = number(frames);
-    let _ = LAST.try_with(|last| last[slot].set((hash, number)));
     number
 }
 
@@ -71,7 +148,7 @@ pub(crate) fn forget() {
     if let Ok(mut known) = KNOWN.try_lock() {
         *known = None;
     }
-    let _ = LAST.try_with(|last| last.iter().for_each(|one| one.set((0, NO_STACK))));
+    let _ = LAST.try_with(|last| last.try_borrow_mut().map(|mut last| last.stacks.fill(Last::NONE)));
 }
 
 /// The number of a stack, which is written if it is new.
