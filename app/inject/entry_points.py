@@ -2,8 +2,8 @@
 
 usage: python3 entry_points.py INCLUDE_DIR... > src/entry_points.rs
 
-Each INCLUDE_DIR is the include directory of one CUDA release, as the wheels nvidia-cuda-runtime-cu11, -cu12 and nvidia-cuda-runtime
-hold it. The C preprocessor expands the names, so a C compiler is needed.
+Each INCLUDE_DIR is the include directory of one CUDA release, as the wheels nvidia-cuda-runtime-cu11, -cu12 and
+nvidia-cuda-runtime hold it. The C preprocessor expands the names, so a C compiler is needed.
 """
 
 import pathlib
@@ -17,8 +17,7 @@ MODES = [[], ["-DCUDA_API_PER_THREAD_DEFAULT_STREAM"], ["-D__CUDA_API_VERSION_IN
 # In no header of the wheels.
 EXTRA = {"cuProfilerInitialize": "", "cuProfilerStart": "", "cuProfilerStop": ""}
 # Written by hand in src/entries.
-OWN = set(
-    """
+WRITTEN = """
     cuInit cuGetProcAddress cuGetProcAddress_v2
     cuMemAlloc_v2 cuMemAllocPitch_v2 cuMemFree_v2 cuMemAllocManaged
     cuMemAllocAsync cuMemAllocAsync_ptsz cuMemAllocFromPoolAsync cuMemAllocFromPoolAsync_ptsz
@@ -35,8 +34,8 @@ OWN = set(
     cuStreamBeginCaptureToGraph cuStreamBeginCaptureToGraph_ptsz cuStreamEndCapture cuStreamEndCapture_ptsz
     cuModuleUnload cuLibraryUnload cuModuleGetFunction cuLibraryGetKernel cuKernelGetFunction
     cuDevicePrimaryCtxReset cuDevicePrimaryCtxReset_v2 cuDevicePrimaryCtxRelease cuDevicePrimaryCtxRelease_v2
-    """.split()
-)
+"""
+OWN = set(WRITTEN.split())
 # They launch a kernel, which is their first argument, or the second of those whose stream is in a structure.
 KERNEL = re.compile(r"cuLaunch(Cooperative)?Kernel(Ex)?(_ptsz)?$")
 # They take no stream and put work on the legacy one.
@@ -48,16 +47,19 @@ IDLE = re.compile(
 
 
 def declarations(include: str, header: str, flags: list[str], stubs: str) -> str:
+    """The text of a header, expanded."""
     command = ["cc", "-E", "-P", "-x", "c", *flags, "-I", include, "-I", stubs, f"{include}/{header}"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def functions(text: str) -> dict[str, str]:
+    """Arguments by function."""
     found = re.findall(r"CUresult\s+(cu[A-Z]\w*)\s*\(([^;{]*)\)\s*;", text)
     return {name: " ".join(arguments.split()) for name, arguments in found}
 
 
 def kind(name: str, arguments: str) -> str:
+    """What a function's trampoline does: see src/forward.rs."""
     if name in OWN:
         return "own"
     if KERNEL.match(name):
@@ -77,6 +79,7 @@ def kind(name: str, arguments: str) -> str:
 
 
 def main() -> None:
+    """Prints the list for the releases of the command line."""
     every: dict[str, str] = dict(EXTRA)
     with tempfile.TemporaryDirectory() as stubs:
         for path in ["GL/gl.h", "vdpau/vdpau.h", "EGL/egl.h", "EGL/eglext.h"]:
