@@ -15,15 +15,17 @@ mod heap;
 mod host_memory;
 mod host_room;
 mod l2;
+mod links;
 mod pools;
 mod profile;
 mod timeline;
 mod vmm;
 
 pub use host_room::{HostBound, HostRoom};
+pub use links::Ranks;
 pub use profile::{
-    Copies, CostBySize, GraphCosts, KernelCost, MemoryCost, PlainMemory, PoolMemory, Profile, ProfileError, Queues,
-    VirtualMemory,
+    Copies, CostBySize, GraphCosts, KernelCost, LinkCosts, MemoryCost, PlainMemory, PoolMemory, Profile, ProfileError,
+    Queues, VirtualMemory,
 };
 
 use super::plain_range::PlainRange;
@@ -43,7 +45,7 @@ use pools::Pool;
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::collections::BTreeMap;
 use std::ptr::NonNull;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use timeline::{Order, Recorded, Timeline};
 
 /// First address of plain memory; pools and reservations have ranges of their own above it.
@@ -70,6 +72,8 @@ pub struct SimDriver {
     memory: SimMemory,
     state: Arc<Mutex<State>>,
     noted_captures: NotedCaptures,
+    /// The other GPUs, once they are known.
+    ranks: OnceLock<Arc<dyn Ranks>>,
 }
 
 #[derive(Debug)]
@@ -169,7 +173,8 @@ impl SimDriver {
             graphs: Graphs::default(),
             l2: profile.l2_bytes.filter(|_| memory == SimMemory::Host).map(L2::new),
         };
-        Self { profile, memory, state: Arc::new(Mutex::new(state)), noted_captures: NotedCaptures::default() }
+        let (state, noted_captures) = (Arc::new(Mutex::new(state)), NotedCaptures::default());
+        Self { profile, memory, state, noted_captures, ranks: OnceLock::new() }
     }
 
     /// A simulated device with at most `bytes` of host memory behind its blocks at a time. Without this the device asks the system

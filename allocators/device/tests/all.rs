@@ -3,6 +3,7 @@
 
 mod common;
 
+mod links;
 mod metered;
 mod output;
 mod sim;

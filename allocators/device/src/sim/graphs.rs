@@ -38,6 +38,8 @@ enum Work {
     },
     /// A copy to the device.
     Copy,
+    /// A sum over all ranks.
+    AllReduce,
     /// An allocation or a free: no work, but a place in the order.
     Memory,
 }
@@ -47,6 +49,10 @@ impl Node {
 
     pub(super) fn kernel(name: &str, geometry: (u64, u64), bytes: u64, buffers: &[(u64, u64)]) -> Self {
         Self { work: Work::Kernel { name: name.to_owned(), geometry }, bytes, buffers: buffers.to_vec() }
+    }
+
+    pub(super) fn all_reduce(addr: u64, bytes: u64) -> Self {
+        Self { work: Work::AllReduce, bytes, buffers: vec![(addr, bytes)] }
     }
 
     pub(super) fn copy(dst: u64, bytes: u64) -> Self {
@@ -267,9 +273,40 @@ impl SimDriver {
             state.graphs.push(stream, node);
             return;
         }
-        let duration = self.node_ns(state, &node);
+        self.start(state, stream, &node);
+    }
+
+    /// Queues work that all ranks do together, or records it where the stream is captured.
+    pub(super) fn queue_collective(&self, state: &mut State, stream: StreamId, node: Node) -> DriverResult<()> {
+        if state.graphs.is_capturing(stream) {
+            state.graphs.push(stream, node);
+            return Ok(());
+        }
+        self.meet(state, stream)?;
+        self.start(state, stream, &node);
+        Ok(())
+    }
+
+    /// Work on a stream that is not captured.
+    fn start(&self, state: &mut State, stream: StreamId, node: &Node) {
+        let duration = self.node_ns(state, node);
         state.time.enqueue(stream.get(), self.profile.queues.start_latency_ns, duration, 0);
         state.note_use(stream, &node.buffers);
+    }
+
+    /// Queues the nodes of a graph: what lies between two collectives is one piece of work, and each collective starts with the last
+    /// rank.
+    fn run_nodes(&self, state: &mut State, stream: StreamId, nodes: &[Node]) -> DriverResult<()> {
+        let is_collective = |node: &Node| matches!(node.work, Work::AllReduce);
+        for piece in nodes.chunk_by(|_, next| !is_collective(next)) {
+            if piece.first().is_some_and(is_collective) {
+                self.meet(state, stream)?;
+            }
+            let work_ns = piece.iter().map(|node| self.node_ns(state, node)).sum();
+            let gaps_ns = piece.len() as u64 * self.profile.graphs.node_gap_ns;
+            state.time.enqueue(stream.get(), self.profile.queues.start_latency_ns, work_ns, gaps_ns);
+        }
+        Ok(())
     }
 
     /// Device time of a node that runs now.
@@ -281,6 +318,7 @@ impl SimDriver {
                 self.profile.kernel_ns(name, *blocks, *iterations, node.bytes, missed)
             }
             Work::Copy => self.profile.copies.to_device_ns.at(node.bytes),
+            Work::AllReduce => self.profile.links.all_reduce_ns(self.ranks(), node.bytes),
             Work::Memory => 0,
         }
     }
@@ -360,15 +398,13 @@ impl GraphDriver for SimDriver {
         if let Some(last) = launched.last {
             state.time.wait_for_mark(stream.get(), last);
         }
-        let work_ns = launched.nodes.iter().map(|node| self.node_ns(state, node)).sum();
-        let gaps_ns = launched.nodes.len() as u64 * self.profile.graphs.node_gap_ns;
-        state.time.enqueue(stream.get(), self.profile.queues.start_latency_ns, work_ns, gaps_ns);
+        let met = self.run_nodes(state, stream, &launched.nodes);
         launched.last = Some(state.time.mark(stream.get()));
         for node in &launched.nodes {
             state.note_use(stream, &node.buffers);
         }
         state.graphs.graphs.insert(graph.get(), launched);
-        Ok(())
+        met
     }
 
     unsafe fn graph_destroy(&self, graph: GraphId) -> DriverResult<()> {

@@ -118,6 +118,19 @@ impl Timeline {
     /// Queues work of `duration_ns` that can start `latency_ns` from now at the earliest, in pieces with `gaps_ns` in total between
     /// them, in which the device is idle. Blocks the host while the queue is full, as a launch does.
     pub(super) fn enqueue(&mut self, stream: u64, latency_ns: u64, duration_ns: u64, gaps_ns: u64) {
+        self.wait_for_room(stream);
+        let earliest = self.now_ns + latency_ns;
+        let state = self.stream(stream);
+        let end = state.ready_ns.max(earliest) + duration_ns + gaps_ns;
+        state.ready_ns = end;
+        state.busy_ns += duration_ns;
+        state.frees = false;
+        state.sequence += 1;
+        state.queue.push_back(end);
+    }
+
+    /// Blocks the host while the queue of a stream is full.
+    fn wait_for_room(&mut self, stream: u64) {
         let (now, depth) = (self.now_ns, self.depth);
         let state = self.stream(stream);
         while state.queue.front().is_some_and(|&end| end <= now) {
@@ -127,14 +140,20 @@ impl Timeline {
             let free_at = state.queue[state.queue.len() - depth];
             self.wait_until(free_at);
         }
+    }
+
+    /// The time at which work that is queued now can start, `latency_ns` from now at the earliest. Blocks the host while the queue
+    /// is full.
+    pub(super) fn start_of_next(&mut self, stream: u64, latency_ns: u64) -> u64 {
+        self.wait_for_room(stream);
         let earliest = self.now_ns + latency_ns;
+        self.stream(stream).ready_ns.max(earliest)
+    }
+
+    /// Delays the next work on a stream until a time.
+    pub(super) fn delay_until(&mut self, stream: u64, time_ns: u64) {
         let state = self.stream(stream);
-        let end = state.ready_ns.max(earliest) + duration_ns + gaps_ns;
-        state.ready_ns = end;
-        state.busy_ns += duration_ns;
-        state.frees = false;
-        state.sequence += 1;
-        state.queue.push_back(end);
+        state.ready_ns = state.ready_ns.max(time_ns);
     }
 
     /// Delays the next work on `stream` by `ns`, behind a free. Consecutive frees are one break between two pieces of work, so the
