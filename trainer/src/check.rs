@@ -1,9 +1,10 @@
 //! Checks of the settings before a run begins.
 
-use crate::arithmetic::Arithmetic;
+use crate::arithmetic::{Arithmetic, FuseMode};
 use crate::data::Dataset;
 use crate::error::{Result, TrainError};
 use crate::mlp;
+use crate::ranks;
 use crate::settings::{GRAPH_STEPS, LaunchMode, LoaderMode, Settings, SyncMode};
 use vramlab::backends::{self, GraphCapture};
 use vramlab::{Bytes, HostRoom, Selection};
@@ -39,6 +40,29 @@ pub(crate) fn settings(settings: &Settings) -> Result<()> {
         return Err(TrainError::Input(format!(
             "--loss-scale {loss_scale:e} is too small: updates divide --lr {} by it",
             settings.learning_rate
+        )));
+    }
+    Ok(())
+}
+
+/// Checks of the settings of several ranks.
+pub(crate) fn ranks(settings: &Settings, size: u32) -> Result<()> {
+    ranks::check_batches(settings, size, None)?;
+    if settings.fuse == FuseMode::Update {
+        return Err(TrainError::Input(
+            "--fuse update steps a layer without writing its gradient, which ranks have to sum; use --fuse epilogue"
+                .into(),
+        ));
+    }
+    if settings.bucket == Some(0) {
+        return Err(TrainError::Input("--bucket must be at least 1 byte".into()));
+    }
+    if let Some(chosen) = settings.rank_alloc.iter().find(|chosen| chosen.rank >= size) {
+        return Err(TrainError::Input(format!(
+            "--rank-alloc {}={}: ranks are numbered from 0 to {}",
+            chosen.rank,
+            chosen.allocator,
+            size - 1
         )));
     }
     Ok(())

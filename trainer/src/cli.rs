@@ -1,9 +1,10 @@
 //! The command line.
 
-use crate::observer::Observer;
+use crate::observer::{Observer, Silent};
 use crate::progress::Terminal;
+use crate::ranks::{self, Membership, Part};
 use crate::settings::BEGINNING;
-use crate::{Result, Settings, TrainError, allocators, doctor, exit, report, start};
+use crate::{Outcome, Result, Settings, TrainError, allocators, check, doctor, exit, report, start, train};
 use clap::{Arg, Args, Parser, Subcommand};
 use serde::Serialize;
 use serde_json::json;
@@ -184,7 +185,7 @@ fn run(arguments: Vec<OsString>) -> u8 {
     report_panics();
     let started = Instant::now();
     let command = arguments.iter().map(|argument| argument.to_string_lossy().into_owned()).collect();
-    let cli: Cli = parse(arguments);
+    let cli: Cli = parse(arguments.clone());
     let terminal = Arc::new(Terminal::new());
     let done = match cli.command {
         Some(Command::Doctor { json, data_dir }) => {
@@ -194,7 +195,7 @@ fn run(arguments: Vec<OsString>) -> u8 {
         Some(Command::Allocators { names, json }) => list_allocators(&names, json),
         Some(Command::Start(args)) => write_start(&args, &terminal),
         Some(Command::Completions(args)) => Ok(exit::end(completions(&args, self::command()))),
-        None => train(&cli.train, command, started, &terminal),
+        None => train(&cli.train, (&arguments, command), started, &terminal),
     };
     match done {
         Ok(code) => code,
@@ -218,23 +219,73 @@ fn write_start(args: &StartArgs, terminal: &Arc<Terminal>) -> Result<u8> {
     Ok(exit::OK)
 }
 
-fn train(args: &TrainArgs, command: Vec<String>, started: Instant, terminal: &Arc<Terminal>) -> Result<u8> {
+fn train(
+    args: &TrainArgs,
+    (arguments, command): (&[OsString], Vec<String>),
+    started: Instant,
+    terminal: &Arc<Terminal>,
+) -> Result<u8> {
     let settings = &args.settings;
     check_allocator(settings)?;
-    let signals = listen()?;
     let observer: Arc<dyn Observer> = Arc::clone(terminal) as _;
-    let outcome = crate::run(settings, command, started, signals.stop(), &observer)?;
+    match Part::of(settings)? {
+        Part::Alone => {
+            let signals = listen()?;
+            let outcome = crate::run(settings, command, started, signals.stop(), &observer)?;
+            Ok(show(args, settings, outcome, &signals, terminal))
+        }
+        Part::Launcher(count) => {
+            check::settings(settings)?;
+            check::ranks(settings, count)?;
+            for chosen in &settings.rank_alloc {
+                check_allocator(&Settings { allocator: chosen.allocator.clone(), ..settings.clone() })?;
+            }
+            ranks::launch(count, settings, arguments, &listen()?)
+        }
+        Part::Rank(membership) => train_rank(args, &membership, command, started, terminal),
+    }
+}
+
+/// Trains as one rank. Rank 0 prints the account of the run, the others their errors alone.
+fn train_rank(
+    args: &TrainArgs,
+    membership: &Membership,
+    command: Vec<String>,
+    started: Instant,
+    terminal: &Arc<Terminal>,
+) -> Result<u8> {
+    check::settings(&args.settings)?;
+    check::ranks(&args.settings, membership.size)?;
+    let settings = membership.settings(&args.settings);
+    check_allocator(&settings)?;
+    let signals = listen()?;
+    let group = Arc::new(membership.join(&args.settings)?);
+    let first = membership.rank == 0;
+    let observer: Arc<dyn Observer> = if first { Arc::clone(terminal) as _ } else { Arc::new(Silent) };
+    let outcome = train::run_rank(&settings, command, started, signals.stop(), &observer, &group)?;
+    let code = if first {
+        show(args, &settings, outcome, &signals, terminal)
+    } else {
+        outcome.error.as_ref().map_or(exit::OK, |error| end(error, &signals))
+    };
+    group.leave();
+    Ok(code)
+}
+
+/// Prints the account of a run; the exit code.
+fn show(args: &TrainArgs, settings: &Settings, outcome: Outcome, signals: &Signals, terminal: &Arc<Terminal>) -> u8 {
     terminal.clear();
     // Before the report, whose last lines are what was found and the next command.
     say(&format!("record   {}", outcome.directory.display()));
     let printed = print(args.json, &outcome.summary, |page| report::report(&outcome, settings, page));
-    match outcome.error {
-        None => Ok(printed),
-        Some(error) => {
-            fail(&error);
-            Ok(if matches!(error, TrainError::Interrupted) { signals.exit_code() } else { error.exit_code() })
-        }
-    }
+    outcome.error.as_ref().map_or(printed, |error| end(error, signals))
+}
+
+/// Prints the error that ended a run; the exit code.
+fn end(error: &TrainError, signals: &Signals) -> u8 {
+    fail(error);
+    let own_signal = signals.stop().load(std::sync::atomic::Ordering::Relaxed);
+    if matches!(error, TrainError::Interrupted) && own_signal { signals.exit_code() } else { error.exit_code() }
 }
 
 fn listen() -> Result<Signals> {

@@ -7,6 +7,7 @@ mod streams;
 use crate::arithmetic::Arithmetic;
 use crate::calls::CallLog;
 use crate::error::{Result, TrainError};
+use crate::ranks::Group;
 use crate::settings::{DeviceChoice, SyncMode};
 use kernels::{CudaKernels, Operation};
 use std::fmt;
@@ -15,8 +16,8 @@ use streams::Streams;
 use vramlab::device::{CallObserver, Clock};
 use vramlab::instruments::nvtx::{RangeGuard, Ranges};
 use vramlab::{
-    CallCounts, CallKind, Capture, CudaDriver, DeviceDescription, DeviceName, Driver, Graph, IdleCosts, Memory,
-    MeteredDriver, Profile, StreamId,
+    CallCounts, CallKind, Capture, CudaDriver, DeviceAddr, DeviceDescription, DeviceName, Driver, Graph, IdleCosts,
+    Memory, MeteredDriver, Profile, StreamId,
 };
 
 pub(crate) use streams::OwnedEvent;
@@ -190,6 +191,41 @@ impl Device {
         Ok(())
     }
 
+    /// Connects the device to those of the other ranks. Returns when all have done so.
+    ///
+    /// # Errors
+    /// [`TrainError::Input`] without NCCL, or where the ranks have different versions of it; [`TrainError::Nccl`]; the failure of a
+    /// rank.
+    pub(crate) fn join(&mut self, group: &Arc<Group>) -> Result<Backend> {
+        self.open_communication()?;
+        self.executor.join(group)
+    }
+
+    /// Queues the sum over all ranks of `values` f32 at `addr` on the communication stream, in place. Every rank queues the same
+    /// sums in the same order.
+    ///
+    /// # Errors
+    /// [`TrainError::Nccl`]; on simulated devices the failure of a rank.
+    ///
+    /// # Safety
+    /// The memory is valid for the values until the communication stream has passed the call.
+    pub(crate) unsafe fn all_reduce(&self, addr: DeviceAddr, values: u64) -> Result<()> {
+        const NAME: &str = "all_reduce";
+        let stream = self.communication();
+        if let Some(log) = &self.log {
+            log.launching(NAME);
+        }
+        // SAFETY: the caller vouches for the memory, and the stream is one of this device's driver.
+        let sum = || unsafe { self.executor.all_reduce(addr, values, stream) };
+        let queued = self.meter.count(CallKind::KernelLaunch, stream, sum);
+        self.executor.between_calls(CallKind::KernelLaunch);
+        queued?;
+        if self.sync == SyncMode::Op {
+            self.driver.stream_synchronize(stream)?;
+        }
+        Ok(())
+    }
+
     /// Waits for the stream of the work that is under way.
     ///
     /// # Errors
@@ -240,6 +276,23 @@ impl Drop for Device {
     }
 }
 
+/// Sums gradients over the ranks.
+#[derive(Clone, Debug)]
+pub(crate) struct Backend {
+    /// Its name in the record.
+    pub(crate) name: &'static str,
+    /// Version and file of the library, where there is one.
+    pub(crate) library: Option<(String, String)>,
+}
+
+/// Work that a launch of a graph leaves to the host, on devices that compute there.
+#[derive(Debug)]
+enum HostWork {
+    Kernel(Box<dyn Operation>),
+    /// A sum over all ranks of so many f32 at this address.
+    Sum(DeviceAddr, u64),
+}
+
 /// Runs kernels on the streams of one driver. [`Device`] counts and times the launches.
 trait Executor: fmt::Debug + Send + Sync {
     /// Queues an operation.
@@ -269,7 +322,7 @@ trait Executor: fmt::Debug + Send + Sync {
     fn begin_graph(&self) {}
 
     /// Ends that; what a launch of the graph has to compute on the host.
-    fn end_graph(&self) -> Vec<Box<dyn Operation>> {
+    fn end_graph(&self) -> Vec<HostWork> {
         Vec::new()
     }
 
@@ -280,9 +333,24 @@ trait Executor: fmt::Debug + Send + Sync {
     ///
     /// # Safety
     /// As for [`launch`](Self::launch), of every operation.
-    unsafe fn run_graph(&self, _operations: &[Box<dyn Operation>]) -> Result<()> {
+    unsafe fn run_graph(&self, _work: &[HostWork]) -> Result<()> {
         Ok(())
     }
+
+    /// Connects the device to those of the other ranks.
+    ///
+    /// # Errors
+    /// As for [`Device::join`].
+    fn join(&self, group: &Arc<Group>) -> Result<Backend>;
+
+    /// Queues the sum over all ranks of `values` f32 at `addr`, in place.
+    ///
+    /// # Errors
+    /// As for [`Device::all_reduce`].
+    ///
+    /// # Safety
+    /// The memory is valid for the values until the stream, one of this executor's driver, has passed the call.
+    unsafe fn all_reduce(&self, addr: DeviceAddr, values: u64, stream: StreamId) -> Result<()>;
 
     /// The kernels, where they run on a GPU.
     fn kernels(&self) -> Option<&CudaKernels> {
@@ -322,8 +390,8 @@ struct Parts {
 #[derive(Debug)]
 pub struct StepGraphs {
     graph: Graph,
-    /// Operations of each graph, for devices whose launches the host computes.
-    operations: Vec<Vec<Box<dyn Operation>>>,
+    /// Work of each graph, for devices whose launches the host computes.
+    operations: Vec<Vec<HostWork>>,
 }
 
 impl StepGraphs {

@@ -64,6 +64,24 @@ pub enum TrainError {
         /// The settings to change, with the values in effect.
         advice: String,
     },
+    /// A call of NCCL failed.
+    #[error("{call}: {reason}; NCCL_DEBUG=WARN prints more")]
+    Nccl {
+        /// The call.
+        call: &'static str,
+        /// NCCL's reason.
+        reason: String,
+    },
+    /// Another rank failed, which ends the run on all.
+    #[error("rank {rank}: {message}")]
+    Rank {
+        /// The rank, from 0.
+        rank: u32,
+        /// Its exit code.
+        code: u8,
+        /// Its message.
+        message: String,
+    },
     /// By a signal.
     #[error("interrupted; what was done so far is in the run record")]
     Interrupted,
@@ -77,6 +95,7 @@ impl TrainError {
             Self::Input(_) | Self::Data(_) | Self::Cuda(_) => exit::BAD_INPUT,
             Self::Alloc(AllocError::Unsupported { .. } | AllocError::Incapable { .. }) => exit::BAD_INPUT,
             Self::Interrupted => exit::INTERRUPTED,
+            Self::Rank { code, .. } => *code,
             _ => exit::FAILED,
         }
     }

@@ -21,6 +21,7 @@ pub mod loader;
 pub mod mlp;
 pub mod observer;
 mod progress;
+pub mod ranks;
 pub mod record;
 pub mod report;
 pub mod settings;

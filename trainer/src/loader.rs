@@ -223,10 +223,9 @@ impl Loader {
             }
             Source::Resident { features, labels: all_labels, order: on_device } => {
                 let order = on_device.as_ref().expect("a pass should have begun");
-                // With a cursor, the device counts its steps.
+                // With a cursor, the device counts its steps, and the range lies in the first batch.
                 let cursor = self.cursor;
-                let first = if cursor.is_some() { 0 } else { range.start as u64 };
-                let indices = order.addr().get() + 4 * first;
+                let indices = order.addr().get() + 4 * range.start as u64;
                 // CAST: data sets have fewer than 2^32 rows, as `order` says.
                 let source_rows = self.rows as u32;
                 let (source_element, scale, shift) = match split.features {

@@ -14,6 +14,7 @@
 //! | gradient of its input | product, ReLU's gradient | the same | one | one |
 //! | update | weights, bias | the same | the same | one |
 
+mod buckets;
 mod layer;
 mod loss;
 mod products;
@@ -29,6 +30,7 @@ use rand::SeedableRng;
 use rand_distr::{Distribution, StandardNormal, StandardUniform};
 use vramlab::DeviceBuffer;
 
+pub(crate) use buckets::{Buckets, USUAL_BUCKET};
 pub use products::{LayerLaunches, LayerProducts, products};
 
 /// A linear layer: `y = x · weightᵀ + bias`.
@@ -191,9 +193,21 @@ impl Mlp {
 
     /// Forward pass and loss: the input of each layer, and the gradient of the logits.
     fn forward_and_loss(&self, context: &Context, batch: Batch, loss_slot: LossSlot) -> Result<(Vec<Matrix>, Matrix)> {
+        let rows = batch.inputs.rows;
+        self.forward_and_loss_of_part(context, batch, loss_slot, rows)
+    }
+
+    /// The same for a part of a batch of `whole_rows` rows, whose gradients are summed with those of the other parts.
+    fn forward_and_loss_of_part(
+        &self,
+        context: &Context,
+        batch: Batch,
+        loss_slot: LossSlot,
+        whole_rows: u32,
+    ) -> Result<(Vec<Matrix>, Matrix)> {
         let Batch { inputs, labels } = batch;
         let Activations { inputs, logits } = self.forward(context, inputs)?;
-        let dlogits = self.loss(context, &logits, &labels, loss_slot)?;
+        let dlogits = self.loss(context, &logits, &labels, loss_slot, whole_rows)?;
         Ok((inputs, dlogits))
     }
 

@@ -6,6 +6,7 @@ use crate::error::{Result, TrainError};
 use crate::latency::{Interval, LatencyRecord};
 use crate::mlp::LayerProducts;
 use crate::provenance::Provenance;
+use crate::ranks::{CommunicationRecord, RankRecord, RankSpread};
 use crate::settings::Settings;
 use hdrhistogram::serialization::V2DeflateSerializer;
 use hdrhistogram::serialization::interval_log::{IntervalLogWriterBuilder, Tag};
@@ -144,6 +145,9 @@ pub struct Summary {
     pub command: Vec<String>,
     /// Settings in effect.
     pub settings: EffectiveSettings,
+    /// This rank, from 0, of a run on several GPUs.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub rank: Option<u32>,
     /// Device.
     pub device: DeviceDescription,
     /// The kernels of each layer's products for whole batches, from the first layer to the last.
@@ -165,6 +169,15 @@ pub struct Summary {
     pub parameter_bytes: u64,
     /// Epochs so far.
     pub epochs: Vec<EpochRecord>,
+    /// How gradients travel between ranks.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub communication: Option<CommunicationRecord>,
+    /// Every rank up to the last epoch, in the record of rank 0.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub ranks: Vec<RankRecord>,
+    /// The least and the most of `ranks`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub rank_spread: Option<RankSpread>,
     /// Name of the file in the record that holds the loss of each step.
     pub step_losses: &'static str,
     /// Driver calls from opening the device to now.

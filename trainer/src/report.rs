@@ -1,5 +1,6 @@
 //! The account of a run as tables for people.
 
+use crate::ranks::CommunicationRecord;
 use crate::record::{EpochRecord, Status, Summary};
 use crate::settings::{DeviceChoice, Settings};
 use crate::train::{LastAllocation, Outcome};
@@ -20,6 +21,9 @@ pub fn report(outcome: &Outcome, settings: &Settings, page: &mut Page) {
     let summary = &outcome.summary;
     if !summary.epochs.is_empty() {
         epochs(summary, page);
+    }
+    if !summary.ranks.is_empty() {
+        ranks(summary, page);
     }
     calls(summary, page);
     if !summary.latency.is_empty() {
@@ -80,6 +84,47 @@ fn epochs(summary: &Summary, page: &mut Page) {
     let dtype = name(settings.chosen.dtype);
     page.title(format!("Training with '{}' in {dtype} on {}", settings.allocator, summary.device.name));
     page.table(&table);
+}
+
+fn ranks(summary: &Summary, page: &mut Page) {
+    let mut table = Table::new([
+        Column::right("rank"),
+        Column::left("device").priority(2),
+        Column::left("allocator"),
+        Column::right("step"),
+        Column::right("device").priority(1),
+        Column::right("blocked"),
+        Column::right("driver allocs").priority(3),
+        Column::right("peak reserved"),
+        Column::right("peak pending").priority(1),
+    ]);
+    for rank in &summary.ranks {
+        table.row([
+            rank.rank.to_string(),
+            rank.device.clone(),
+            rank.alloc.clone(),
+            seconds(rank.step_s),
+            seconds(rank.step_device_s),
+            seconds(rank.blocked_s),
+            rank.driver_allocations.to_string(),
+            Bytes(rank.peak_reserved_bytes).to_string(),
+            Bytes(rank.peak_pending_bytes).to_string(),
+        ]);
+    }
+    page.title(format!("{} ranks", summary.ranks.len()));
+    page.table(&table);
+    if let Some(CommunicationRecord { backend, version, bucket_bytes, buffers, waits, .. }) = &summary.communication {
+        let total: u64 = bucket_bytes.iter().sum();
+        let plural = if bucket_bytes.len() == 1 { "" } else { "s" };
+        page.note(format!(
+            "gradients: {} in {} bucket{plural} by {backend}{}; buffers {}; what waits: {waits}",
+            Bytes(total),
+            bucket_bytes.len(),
+            version.as_ref().map(|version| format!(" {version}")).unwrap_or_default(),
+            buffers.name()
+        ));
+        page.note("pending: freed, and waiting for other streams");
+    }
 }
 
 /// A duration on the run's clock; a dash where the simulated device has no cost for it.

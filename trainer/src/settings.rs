@@ -3,6 +3,7 @@
 use crate::arithmetic::{Arithmetic, Dtype, FuseMode, GemmMode, WeightsMode};
 use crate::data::{DataRequest, DatasetName};
 use crate::error::Result;
+use crate::ranks::{BufferRule, RankAllocator};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, Parser, ValueEnum};
 use serde::{Serialize, Serializer};
@@ -219,6 +220,31 @@ pub struct Settings {
     /// When the host waits for the device
     #[arg(long, value_enum, default_value_t, help_heading = "Training")]
     pub sync: SyncMode,
+
+    /// GPUs, each with a process of its own that trains on a part of each batch; not needed under torchrun, Slurm or MPI
+    #[arg(long, value_name = "N", help_heading = "Several GPUs")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub gpus: Option<u32>,
+    /// Bytes of gradients that are summed together; the first sum takes at most 1 MiB [default: 25MiB]
+    #[arg(long, value_name = "BYTES", value_parser = bytes, help_heading = "Several GPUs")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub bucket: Option<u64>,
+    /// Sum gradients while the backward pass continues [default: on]
+    #[arg(long, value_name = "on|off", value_parser = parse_switch, action = clap::ArgAction::Set, help_heading = "Several GPUs")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub overlap: Option<bool>,
+    /// Lifetime of the buffers of gradients [default: kept]
+    #[arg(long, value_enum, help_heading = "Several GPUs")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub buffers: Option<BufferRule>,
+    /// Allocator of one rank, where it is not that of --alloc; may be repeated
+    #[arg(long, value_name = "RANK=ALLOC", help_heading = "Several GPUs")]
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub rank_alloc: Vec<RankAllocator>,
+    /// How long to wait for ranks that do not start or do not answer
+    #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = clap::value_parser!(u32).range(1..=86_400), help_heading = "Several GPUs")]
+    #[serde(skip)]
+    pub rank_timeout: u32,
 
     /// Directory for the run record, new or empty [default: a new one under runs/]
     #[arg(long, value_name = "DIR", help_heading = "Record and instruments")]

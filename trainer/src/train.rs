@@ -8,14 +8,15 @@ use crate::arithmetic::Arithmetic;
 use crate::calls::CallLog;
 use crate::check;
 use crate::data::{self, Dataset, Split};
-use crate::device::Device;
+use crate::device::{Backend, Device};
 use crate::error::{Result, TrainError};
 use crate::export;
 use crate::latency::{Intervals, LatencyRecord};
 use crate::loader::Loader;
-use crate::mlp::{self, Mlp};
+use crate::mlp::{self, Buckets, Mlp};
 use crate::observer::{Observer, driver_call_log};
 use crate::provenance::{self, Provenance};
+use crate::ranks::{self, CommunicationRecord, Group, RankRecord, RankSpread};
 use crate::record::{
     DRIVER_CALLS, DatasetRecord, EffectiveSettings, Files, LATENCY, RecordWriter, SCHEMA_VERSION, STEPS, Status,
     Summary, TRACE,
@@ -63,7 +64,51 @@ pub fn run(
     stop: &AtomicBool,
     observer: &Arc<dyn Observer>,
 ) -> Result<Outcome> {
+    run_part(settings, command, started, stop, observer, None)
+}
+
+/// Trains as one rank of a group. A failure of any rank ends all; the error is that of the rank which failed.
+///
+/// # Errors
+/// As for [`run`].
+pub(crate) fn run_rank(
+    settings: &Settings,
+    command: Vec<String>,
+    started: Instant,
+    stop: &AtomicBool,
+    observer: &Arc<dyn Observer>,
+    group: &Arc<Group>,
+) -> Result<Outcome> {
+    let outcome = run_part(settings, command, started, stop, observer, Some(Arc::clone(group)));
+    outcome.map_err(|error| cause(group, error))
+}
+
+/// Ends the run on all ranks; the error of the rank that failed first.
+fn cause(group: &Group, error: TrainError) -> TrainError {
+    if matches!(error, TrainError::Interrupted) {
+        return error;
+    }
+    // The failed call may be a consequence.
+    group.fail(&error);
+    match group.check() {
+        Err(TrainError::Rank { rank, .. }) if rank == group.rank() => error,
+        Err(first) => first,
+        Ok(()) => error,
+    }
+}
+
+fn run_part(
+    settings: &Settings,
+    command: Vec<String>,
+    started: Instant,
+    stop: &AtomicBool,
+    observer: &Arc<dyn Observer>,
+    group: Option<Arc<Group>>,
+) -> Result<Outcome> {
     check::settings(settings)?;
+    if let Some(group) = &group {
+        check::ranks(settings, group.size())?;
+    }
     let ranges = Ranges::new(settings.nvtx);
     ranges.name_thread("trainer");
     let calls = (!settings.exports.is_empty()).then(|| Arc::new(CallLog::default()));
@@ -75,14 +120,22 @@ pub fn run(
     device.open_streams(settings.streams)?;
     device.prepare(&settings.arithmetic()?)?;
     observer.device(&device);
+    let backend = group.as_ref().map(|group| device.join(group)).transpose()?;
     let start = settings.save_start.as_deref().map(start::begin).transpose()?;
-    let dataset = data::load(&settings.data(), observer.as_ref())?;
+    let dataset = load(settings, observer, group.as_deref())?;
     observer.dataset(&dataset);
+    if let Some(group) = &group {
+        ranks::check_batches(settings, group.size(), Some(dataset.train.rows))?;
+        ranks::check_alike(group, device.describe().kind, &dataset)?;
+    }
     let steps = steps_in_all(settings, &dataset);
     // Before the record exists, because both depend only on the command line.
     let capture = Capture::new(settings.profile_steps, steps)?;
-    let mut run = Run::new(settings, command, started, device, &dataset, calls)?;
+    let mut run = Run::new(settings, command, started, device, &dataset, calls, group)?;
     run.record.write_summary(&run.summary)?;
+    if let Err(error) = run.announce_record() {
+        return run.finish(Err(error));
+    }
     // After all that can be refused: a refused run keeps the start file that was there.
     if let Some(file) = start {
         match start::write(file, settings, &dataset) {
@@ -92,8 +145,30 @@ pub fn run(
         run.record.write_summary(&run.summary)?;
     }
     observer.begin(settings, &run.summary, steps);
-    let ended = run.train(settings, &dataset, capture, stop, observer);
+    let ended = run.train(settings, &dataset, capture, stop, observer, backend);
+    // Before the device is closed, which would wait for the others.
+    let ended = match (ended, &run.group) {
+        (Err(error), Some(group)) => Err(cause(group, error)),
+        (ended, _) => ended,
+    };
     run.finish(ended)
+}
+
+/// Loads the data. Rank 0 does so first, so that one rank downloads what all read.
+fn load(settings: &Settings, observer: &Arc<dyn Observer>, group: Option<&Group>) -> Result<Dataset> {
+    let load = || data::load(&settings.data(), observer.as_ref());
+    match group {
+        None => Ok(load()?),
+        Some(group) if group.rank() == 0 => {
+            let dataset = load()?;
+            group.broadcast(Vec::new())?;
+            Ok(dataset)
+        }
+        Some(group) => {
+            group.broadcast(Vec::new())?;
+            Ok(load()?)
+        }
+    }
 }
 
 /// Listeners for driver calls.
@@ -117,6 +192,10 @@ struct Run {
     /// Driver calls for the exports.
     calls: Option<Arc<CallLog>>,
     last_allocation: Option<LastAllocation>,
+    /// The other ranks, where there are several.
+    group: Option<Arc<Group>>,
+    /// Most bytes that were freed and not reusable yet, after a step.
+    peak_pending_bytes: u64,
     /// Declared before `context`: the allocator is dropped before the device that it allocates from.
     stack: Stack,
     context: Context,
@@ -130,6 +209,7 @@ impl Run {
         device: Device,
         dataset: &Dataset,
         calls: Option<Arc<CallLog>>,
+        group: Option<Arc<Group>>,
     ) -> Result<Self> {
         let widths = check::network(settings, dataset)?;
         let arithmetic = settings.arithmetic()?;
@@ -152,15 +232,25 @@ impl Run {
             )));
         }
         if description.kind == DeviceKind::Sim {
-            check::host_memory(mlp::least_host_bytes(&widths, &arithmetic, settings.batch), HostRoom::now())?;
+            let ranks = group.as_ref().map_or(1, |group| u64::from(group.size()));
+            let least = mlp::least_host_bytes(&widths, &arithmetic, settings.batch).saturating_mul(ranks);
+            check::host_memory(least, HostRoom::now())?;
         }
         let stack = Stack::build(settings, &device)?;
         let label = format!("{}-{}", stack.top.name(), description.kind);
         let started_at = provenance::now();
         let stamp = started_at.replace(['-', ':'], "");
         terminal::signals::record_begins();
+        let out = match &group {
+            None => settings.out.clone(),
+            // No rank begins a record before all can, and the others' are in that of rank 0.
+            Some(group) => {
+                group.broadcast(Vec::new())?;
+                if group.rank() == 0 { settings.out.clone() } else { Some(record_of_rank(group)?) }
+            }
+        };
         // Last, so that nothing after it fails without a summary.
-        let record = RecordWriter::create(settings.out.as_deref(), &stamp, &label)?;
+        let record = RecordWriter::create(out.as_deref(), &stamp, &label)?;
         let summary = Summary {
             schema_version: SCHEMA_VERSION,
             program: "trainer",
@@ -170,7 +260,8 @@ impl Run {
             provenance: Provenance::of(terminal::built!()),
             started_at,
             command,
-            settings: effective(settings, &arithmetic, &stack, &device, dataset),
+            settings: effective(settings, &arithmetic, &stack, &device, dataset, group.is_some()),
+            rank: group.as_ref().map(|group| group.rank()),
             clock: if description.virtual_time { "virtual" } else { "monotonic" },
             device: description,
             process_s: started.elapsed().as_secs_f64(),
@@ -188,6 +279,9 @@ impl Run {
             start: None,
             parameter_bytes,
             epochs: Vec::new(),
+            communication: None,
+            ranks: Vec::new(),
+            rank_spread: None,
             step_losses: STEPS,
             driver_calls: CallCounts::default(),
             blocked_method: device.blocked_method(),
@@ -216,6 +310,8 @@ impl Run {
             latency,
             calls,
             last_allocation: None,
+            group,
+            peak_pending_bytes: 0,
             stack,
             context: Context { memory, device },
         })
@@ -232,23 +328,28 @@ impl Run {
         mut capture: Capture,
         stop: &AtomicBool,
         observer: &Arc<dyn Observer>,
+        backend: Option<Backend>,
     ) -> Result<()> {
         let widths = check::network(settings, dataset)?;
         let context = &self.context;
         let arithmetic = settings.arithmetic()?;
-        let batches = batches(settings, dataset);
+        let batches = batches(settings, dataset, self.group.as_deref());
         let model = Mlp::new(context, &widths, settings.init, settings.seed, arithmetic, &batches)?;
         let new_loader =
             |split: &Split| Loader::new(context, split, dataset.features, settings.batch, settings.loader, &arithmetic);
         let mut loaders = (new_loader(&dataset.train)?, new_loader(&dataset.validation)?);
         let mut left = steps_in_all(settings, dataset);
         let mut stepper = Stepper::new(context, settings, &mut loaders.0, (dataset.train.rows, left))?;
+        let buckets = backend.as_ref().map(|_| Buckets::new(context, &model, settings)).transpose()?;
+        self.summary.communication =
+            backend.zip(buckets.as_ref()).map(|(backend, buckets)| communication(settings, backend, buckets));
         // CAST: at most the batch, which is a u32.
-        let rows = dataset.train.rows.min(settings.batch as usize) as u32;
+        let rows = part(dataset.train.rows.min(settings.batch as usize), self.group.as_deref()) as u32;
         self.summary.products = Some(mlp::products(&widths, &arithmetic, rows, context.device.kernels())?);
         capture.training_begins(&context.device)?;
         for epoch in 1..=settings.epochs {
-            let pass = epoch::Pass { epoch, settings, dataset, model: &model, stop, observer };
+            let pass =
+                epoch::Pass { epoch, settings, dataset, model: &model, buckets: buckets.as_ref(), stop, observer };
             let mut rows = Vec::new();
             let ended = pass.run(self, (&mut stepper, &mut loaders), &mut left, &mut capture, &mut rows);
             self.last_allocation = LastAllocation::of_epoch(epoch, &rows, ended.as_ref().ok()).or(self.last_allocation);
@@ -256,6 +357,8 @@ impl Run {
             self.append_history()?;
             self.append_latency()?;
             self.update_summary();
+            let pending = rows.iter().map(|row| row.active_bytes.saturating_sub(row.allocated_bytes)).max();
+            self.peak_pending_bytes = self.peak_pending_bytes.max(pending.unwrap_or_default());
             let stop_here = ended.is_err() || left == 0;
             match ended {
                 Ok(epoch) => self.summary.epochs.push(epoch),
@@ -264,6 +367,7 @@ impl Run {
                     return Err(error);
                 }
             }
+            self.gather_ranks()?;
             self.record.write_summary(&self.summary)?;
             // The epoch is in the record before the observer is notified, whatever happens next.
             if let Some(epoch) = self.summary.epochs.last() {
@@ -275,9 +379,59 @@ impl Run {
         }
         capture.training_ends(&self.context.device)?;
         stepper.release()?;
-        drop((loaders, model));
+        drop((loaders, model, buckets));
         self.context.device.synchronize()?;
+        if let Some(group) = &self.group {
+            // No rank closes its device while another may still use its memory.
+            group.broadcast(Vec::new())?;
+        }
         Ok(self.context.memory.check()?)
+    }
+
+    /// Tells the other ranks where the record of rank 0 is.
+    fn announce_record(&self) -> Result<()> {
+        let Some(group) = self.group.as_ref().filter(|group| group.rank() == 0) else { return Ok(()) };
+        let directory = std::path::absolute(self.record.directory()).unwrap_or_else(|_| self.record.directory().into());
+        group.broadcast(serde_json::to_vec(&directory).unwrap_or_default()).map(drop)
+    }
+
+    /// Puts what every rank has done so far into the record of rank 0.
+    fn gather_ranks(&mut self) -> Result<()> {
+        let Some(group) = &self.group else { return Ok(()) };
+        let own = serde_json::to_vec(&self.rank_record(group.rank())).unwrap_or_default();
+        let mut ranks: Vec<RankRecord> = Vec::new();
+        group.exchange(own, |parts| {
+            ranks = parts.iter().filter_map(|part| serde_json::from_slice(part).ok()).collect();
+            Ok(Vec::new())
+        })?;
+        self.summary.rank_spread = RankSpread::over(&ranks);
+        self.summary.ranks = ranks;
+        Ok(())
+    }
+
+    fn rank_record(&self, rank: u32) -> RankRecord {
+        let Summary { epochs, allocator_stats: stats, settings, .. } = &self.summary;
+        let steps: u64 = epochs.iter().map(|epoch| epoch.steps).sum();
+        // CAST: fewer than 2^53 steps; nanoseconds of a run are exact up to 104 days.
+        let mean = |seconds: f64| seconds / steps.max(1) as f64;
+        let train_s = epochs.iter().map(|epoch| epoch.train_s).sum();
+        let of_calls = |calls: &CallCounts| calls.iter().map(|(_, totals)| totals.blocked_ns).sum::<u64>();
+        RankRecord {
+            rank,
+            device: settings.chosen.device.to_string(),
+            alloc: settings.chosen.allocator.to_string(),
+            directory: if rank == 0 { ".".to_owned() } else { format!("rank{rank}") },
+            steps,
+            train_s,
+            step_s: mean(train_s),
+            step_device_s: mean(epochs.iter().map(|epoch| epoch.train_device_s).sum()),
+            // CAST: as above.
+            blocked_s: epochs.iter().map(|epoch| of_calls(&epoch.train_driver_calls)).sum::<u64>() as f64 / 1e9,
+            driver_allocations: epochs.iter().map(|epoch| epoch.train_driver_calls.driver_allocations()).sum(),
+            peak_reserved_bytes: stats.reserved_bytes.all.peak,
+            peak_active_bytes: stats.active_bytes.all.peak,
+            peak_pending_bytes: self.peak_pending_bytes,
+        }
     }
 
     /// Moves the contents of the trace and the call log from memory to the record.
@@ -374,13 +528,40 @@ fn steps_in_all(settings: &Settings, dataset: &Dataset) -> u64 {
     settings.steps.map_or(all, |bound| bound.min(all))
 }
 
-/// Numbers of rows that batches have: whole ones and the last of a pass, in training and in validation.
-fn batches(settings: &Settings, dataset: &Dataset) -> Vec<u32> {
+/// The directory of the record of a rank, in that of rank 0, which exists once rank 0 has announced it.
+fn record_of_rank(group: &Group) -> Result<std::path::PathBuf> {
+    let announced = group.broadcast(Vec::new())?;
+    let directory: std::path::PathBuf = serde_json::from_slice(&announced)
+        .map_err(|error| TrainError::Input(format!("rank 0 sent no directory for records: {error}")))?;
+    Ok(directory.join(format!("rank{}", group.rank())))
+}
+
+/// Rows of a batch that this rank has.
+fn part(rows: usize, group: Option<&Group>) -> usize {
+    group.map_or(rows, |group| ranks::share(0..rows, group.rank(), group.size()).len())
+}
+
+fn communication(settings: &Settings, backend: Backend, buckets: &Buckets) -> CommunicationRecord {
+    let buffers = settings.buffers.unwrap_or_default();
+    let (version, library) = backend.library.unzip();
+    CommunicationRecord {
+        backend: backend.name,
+        version,
+        library,
+        bucket_bytes: buckets.bytes(),
+        buffers,
+        waits: buffers.waits(),
+    }
+}
+
+/// Numbers of rows that batches have: whole ones and the last of a pass, in training (of a rank its part) and in validation.
+fn batches(settings: &Settings, dataset: &Dataset, group: Option<&Group>) -> Vec<u32> {
     let mut out = Vec::new();
-    for rows in [dataset.train.rows, dataset.validation.rows] {
+    for (rows, group) in [(dataset.train.rows, group), (dataset.validation.rows, None)] {
+        let batch = settings.batch as usize;
+        let rows = [rows.min(batch), rows % batch].map(|rows| part(rows, group));
         // CAST: data sets have fewer than 2^32 rows.
-        let (rows, batch) = (rows as u32, settings.batch);
-        out.extend([rows.min(batch), rows % batch].into_iter().filter(|rows| *rows > 0));
+        out.extend(rows.into_iter().filter(|rows| *rows > 0).map(|rows| rows as u32));
     }
     out.sort_unstable();
     out.dedup();
@@ -393,6 +574,7 @@ fn effective(
     stack: &Stack,
     device: &Device,
     dataset: &Dataset,
+    of_rank: bool,
 ) -> EffectiveSettings {
     let &Arithmetic { gemm, loss_scale, .. } = arithmetic;
     let mut exports = settings.exports.clone();
@@ -409,6 +591,9 @@ fn effective(
             gemm: Some(gemm),
             loss_scale: Some(loss_scale),
             graph_steps: settings.steps_in_graph(),
+            bucket: of_rank.then(|| settings.bucket.unwrap_or(mlp::USUAL_BUCKET)),
+            overlap: of_rank.then(|| settings.overlap.unwrap_or(true)),
+            buffers: of_rank.then(|| settings.buffers.unwrap_or_default()),
             nvtx: if device.ranges().is_on() { NvtxMode::On } else { NvtxMode::Off },
             nvtx_memory: if stack.told { NvtxMode::On } else { NvtxMode::Off },
             latency: stack.timed.is_some(),

@@ -1,17 +1,22 @@
 //! A GPU: kernels are launched through the CUDA driver.
 
-use super::{Executor, Parts};
+use super::{Backend, Executor, Parts};
 use crate::arithmetic::Arithmetic;
-use crate::error::Result;
+use crate::error::{Result, TrainError};
+use crate::ranks::Group;
+use crate::ranks::nccl::{Communicator, Id, Nccl};
 use kernels::{CudaKernels, Fill, Operation};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock, mpsc};
+use std::time::Duration;
 use vramlab::device::CallObserver;
 use vramlab::instruments::nvtx::Ranges;
-use vramlab::{CudaDriver, Driver, IdleCosts, MeteredDriver, StreamId};
+use vramlab::{CudaDriver, DeviceAddr, Driver, IdleCosts, MeteredDriver, StreamId};
 
 /// Launches kernels on a GPU.
 #[derive(Debug)]
 struct CudaExecutor {
+    /// The other ranks, where there are several. Dropped first, because it uses the context.
+    communicator: OnceLock<Arc<Communicator>>,
     /// Dropped before the driver, whose context holds them.
     kernels: CudaKernels,
     driver: Arc<CudaDriver>,
@@ -31,7 +36,7 @@ pub(super) fn open(number: usize, observer: Option<CallObserver>) -> Result<Part
     let bare = Arc::clone(&driver) as Arc<dyn Driver>;
     let meter = Arc::new(MeteredDriver::new(bare, Some(idle.clone()), observer));
     Ok(Parts {
-        executor: Arc::new(CudaExecutor { kernels, driver }),
+        executor: Arc::new(CudaExecutor { communicator: OnceLock::new(), kernels, driver }),
         driver: Arc::clone(&meter) as Arc<dyn Driver>,
         meter,
         stream,
@@ -53,6 +58,23 @@ impl Executor for CudaExecutor {
         Ok(())
     }
 
+    fn join(&self, group: &Arc<Group>) -> Result<Backend> {
+        let nccl = Nccl::load()?;
+        let id = agree(group, &nccl)?;
+        let communicator = connect(group, &nccl, id, &self.driver)?;
+        // A second call has no effect.
+        let _ = self.communicator.set(communicator);
+        Ok(Backend { name: "nccl", library: Some((nccl.version.clone(), nccl.path.clone())) })
+    }
+
+    unsafe fn all_reduce(&self, addr: DeviceAddr, values: u64, stream: StreamId) -> Result<()> {
+        let Some(communicator) = self.communicator.get() else { return Ok(()) };
+        // The methods of the driver make its context current; NCCL asks which one is.
+        let stream = self.driver.raw_stream(stream)?;
+        // SAFETY: the caller vouches for the memory; the stream is live, and this driver's context is current on its thread.
+        unsafe { communicator.all_reduce(addr.get(), values, stream.cast()) }
+    }
+
     fn kernels(&self) -> Option<&CudaKernels> {
         Some(&self.kernels)
     }
@@ -66,6 +88,57 @@ impl Executor for CudaExecutor {
         // Without a profiler these calls do nothing, and with one a failure only widens its capture.
         let _ = if on { self.driver.profiler_start() } else { self.driver.profiler_stop() };
     }
+}
+
+/// Makes sure that all ranks have one version of NCCL; the id of their communicator.
+fn agree(group: &Group, nccl: &Nccl) -> Result<Id> {
+    let bytes = group.exchange(nccl.version.clone().into_bytes(), |parts| {
+        let show = |rank: usize| String::from_utf8_lossy(&parts[rank]).into_owned();
+        match parts.iter().position(|part| *part != parts[0]) {
+            None => Ok(nccl.new_id()?.bytes()),
+            Some(rank) => Err(TrainError::Input(format!(
+                "rank {rank} has NCCL {} and rank 0 {}; give all ranks one version (VRAMLAB_NCCL names the file)",
+                show(rank),
+                show(0)
+            ))),
+        }
+    })?;
+    Id::from_bytes(&bytes).ok_or_else(|| TrainError::Input("rank 0 sent no id of NCCL".into()))
+}
+
+/// Joins the communicator. That waits for all ranks and cannot be ended, so a thread does it, which a failure of a rank leaves behind
+/// until the process ends.
+fn connect(group: &Arc<Group>, nccl: &Arc<Nccl>, id: Id, driver: &Arc<CudaDriver>) -> Result<Arc<Communicator>> {
+    const PAUSE: Duration = Duration::from_millis(20);
+    let (sender, receiver) = mpsc::channel();
+    let (rank, size) = (group.rank(), group.size());
+    let (nccl, driver) = (Arc::clone(nccl), Arc::clone(driver));
+    let join = move || -> Result<Communicator> {
+        driver.bind_to_thread()?;
+        Communicator::new(nccl, id, rank, size)
+    };
+    let thread = std::thread::Builder::new().name("nccl".to_owned());
+    let started = thread.spawn(move || {
+        // Nobody listens after a failure.
+        let _ = sender.send(join());
+    });
+    started.map_err(|error| TrainError::Input(format!("cannot start a thread for NCCL: {error}")))?;
+    let communicator = loop {
+        match receiver.recv_timeout(PAUSE) {
+            Ok(joined) => break Arc::new(joined?),
+            Err(mpsc::RecvTimeoutError::Timeout) => group.check()?,
+            Err(mpsc::RecvTimeoutError::Disconnected) => {
+                return Err(TrainError::Nccl { call: "ncclCommInitRank", reason: "its thread ended".to_owned() });
+            }
+        }
+    };
+    let aborts = Arc::downgrade(&communicator);
+    group.on_failure(move || {
+        if let Some(communicator) = aborts.upgrade() {
+            communicator.abort();
+        }
+    });
+    Ok(communicator)
 }
 
 /// Host cost of a launch into an empty queue: the median of some.

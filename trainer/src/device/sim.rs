@@ -1,19 +1,22 @@
 //! The simulated GPU: a launch is charged to its clocks and computed on the host.
 
-use super::{Executor, Parts};
+use super::{Backend, Executor, HostWork, Parts};
 use crate::error::Result;
+use crate::ranks::{Clocks, Group};
 use kernels::{HostMemory, Operation};
 use std::ptr::NonNull;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use vramlab::device::{CallArguments, CallObserver, CallOutcome, DriverResult, Hook, HookedDriver};
-use vramlab::{CallKind, Driver, MeteredDriver, Profile, SimDriver, SimMemory, StreamId};
+use vramlab::{CallKind, DeviceAddr, Driver, DriverError, MeteredDriver, Profile, SimDriver, SimMemory, StreamId};
 
 /// Computes on the host what the simulated GPU is said to compute.
 #[derive(Debug)]
 struct SimExecutor {
     driver: Arc<SimDriver>,
     /// Launches of the graph that is being captured.
-    graph: Mutex<Option<Vec<Box<dyn Operation>>>>,
+    graph: Mutex<Option<Vec<HostWork>>>,
+    /// The other ranks, where there are several.
+    group: OnceLock<Arc<Group>>,
 }
 
 /// Opens a simulated GPU.
@@ -24,7 +27,7 @@ pub(super) fn open(profile: Profile, observer: Option<CallObserver>) -> Result<P
     let driver = Arc::new(SimDriver::new(profile, SimMemory::Host));
     let stream = driver.stream_create()?;
     let meter = Arc::new(MeteredDriver::new(Arc::clone(&driver) as Arc<dyn Driver>, None, observer));
-    let executor = Arc::new(SimExecutor { driver, graph: Mutex::default() });
+    let executor = Arc::new(SimExecutor { driver, graph: Mutex::default(), group: OnceLock::new() });
     let program = Program(Arc::clone(&executor));
     let with_program = HookedDriver::with_hook(Arc::clone(&meter) as Arc<dyn Driver>, program);
     Ok(Parts { executor, driver: Arc::new(with_program), meter, stream, idle: None })
@@ -57,8 +60,22 @@ impl HostMemory for SimView<'_> {
 }
 
 impl SimExecutor {
-    fn graph(&self) -> MutexGuard<'_, Option<Vec<Box<dyn Operation>>>> {
+    fn graph(&self) -> MutexGuard<'_, Option<Vec<HostWork>>> {
         self.graph.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Computes a sum over all ranks.
+    fn sum(&self, addr: DeviceAddr, values: u64) -> Result<()> {
+        let Some(group) = self.group.get() else { return Ok(()) };
+        let memory = self.driver.translate(addr.get(), 4 * values).ok_or_else(|| {
+            let why = format!("{:#x} + {} is not inside one live block", addr.get(), 4 * values);
+            DriverError::new(CallKind::KernelLaunch, DriverError::ILLEGAL_ADDRESS, why)
+        })?;
+        // CAST: a size in memory fits.
+        // SAFETY: `translate` gives a range of a live block, which begins at a multiple of 256 bytes; nothing else touches it,
+        // because this executor computes on the calling thread alone. Any bytes are an f32.
+        let values = unsafe { std::slice::from_raw_parts_mut(memory.cast::<f32>().as_ptr(), values as usize) };
+        group.sum(values)
     }
 }
 
@@ -68,7 +85,7 @@ impl Executor for SimExecutor {
         let geometry = (work.blocks, work.iterations);
         self.driver.launch(stream, operation.name(), geometry, work.bytes, &operation.buffers())?;
         if let Some(graph) = self.graph().as_mut() {
-            graph.push(operation.boxed());
+            graph.push(HostWork::Kernel(operation.boxed()));
             return Ok(());
         }
         // SAFETY: `translate` only yields ranges of live blocks; nothing else touches them, because this executor computes on
@@ -84,16 +101,34 @@ impl Executor for SimExecutor {
         *self.graph() = Some(Vec::new());
     }
 
-    fn end_graph(&self) -> Vec<Box<dyn Operation>> {
+    fn end_graph(&self) -> Vec<HostWork> {
         self.graph().take().unwrap_or_default()
     }
 
-    unsafe fn run_graph(&self, operations: &[Box<dyn Operation>]) -> Result<()> {
-        for operation in operations {
-            // SAFETY: the caller vouches for the addresses; this executor computes on the calling thread alone.
-            unsafe { operation.run_on_host(&SimView(&self.driver)) }?;
+    unsafe fn run_graph(&self, work: &[HostWork]) -> Result<()> {
+        for work in work {
+            match work {
+                // SAFETY: the caller vouches for the addresses; this executor computes on the calling thread alone.
+                HostWork::Kernel(operation) => unsafe { operation.run_on_host(&SimView(&self.driver)) }?,
+                HostWork::Sum(addr, values) => self.sum(*addr, *values)?,
+            }
         }
         Ok(())
+    }
+
+    fn join(&self, group: &Arc<Group>) -> Result<Backend> {
+        self.driver.join(Arc::new(Clocks(Arc::clone(group))));
+        let _ = self.group.set(Arc::clone(group));
+        Ok(Backend { name: "simulated", library: None })
+    }
+
+    unsafe fn all_reduce(&self, addr: DeviceAddr, values: u64, stream: StreamId) -> Result<()> {
+        self.driver.all_reduce(stream, addr, 4 * values)?;
+        if let Some(graph) = self.graph().as_mut() {
+            graph.push(HostWork::Sum(addr, values));
+            return Ok(());
+        }
+        self.sum(addr, values)
     }
 
     fn busy_ns(&self) -> Option<u64> {

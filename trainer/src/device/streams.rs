@@ -30,13 +30,15 @@ pub(super) struct Streams {
     current: AtomicU64,
     /// Recorded where one stream has to wait for another; by the stream that is waited for.
     events: Vec<OwnedEvent>,
+    /// The stream of sums over several GPUs.
+    communication: Option<StreamId>,
 }
 
 impl Streams {
     /// One stream for everything.
     pub(super) fn alone(stream: StreamId) -> Self {
         let of = [stream; Role::ALL.len()];
-        Self { of, count: 1, current: AtomicU64::new(stream.get()), events: Vec::new() }
+        Self { of, count: 1, current: AtomicU64::new(stream.get()), events: Vec::new(), communication: None }
     }
 
     pub(super) fn current(&self) -> StreamId {
@@ -45,13 +47,14 @@ impl Streams {
     }
 
     pub(super) fn names(&self) -> impl Iterator<Item = (StreamId, &'static str)> {
-        self.of.into_iter().zip(Role::ALL).take(self.count).map(|(stream, role)| (stream, role.name()))
+        let of_roles = self.of.into_iter().zip(Role::ALL).take(self.count).map(|(stream, role)| (stream, role.name()));
+        of_roles.chain(self.communication.map(|stream| (stream, "communication")))
     }
 
     /// Errors are of no use; what is left then goes with the context.
     pub(super) fn destroy(&mut self, driver: &dyn Driver) {
         self.events.clear();
-        for stream in self.of.into_iter().take(self.count) {
+        for stream in self.of.into_iter().take(self.count).chain(self.communication) {
             // SAFETY: the stream belongs to the device, whose users are gone.
             let _ = unsafe { driver.stream_destroy(stream) };
         }
@@ -113,6 +116,21 @@ impl Device {
         }
         self.name_in_profiler();
         Ok(())
+    }
+
+    /// Gives sums over several GPUs a stream.
+    ///
+    /// # Errors
+    /// Errors of the driver.
+    pub(crate) fn open_communication(&mut self) -> Result<()> {
+        self.streams.communication = Some(self.driver.stream_create()?);
+        self.name_in_profiler();
+        Ok(())
+    }
+
+    /// The stream of sums over several GPUs; the current one where there is none.
+    pub(crate) fn communication(&self) -> StreamId {
+        self.streams.communication.unwrap_or_else(|| self.stream())
     }
 
     /// The stream of a role.

@@ -26,6 +26,15 @@ fn plain_product(
     Ok(out)
 }
 
+/// Addresses of the gradients of a layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct GradientSlot {
+    /// Of the weights, f32 with the weights' pitch.
+    pub(super) weight: u64,
+    /// Of the bias, f32.
+    pub(super) bias: u64,
+}
+
 impl Mlp {
     /// A matrix as activations and their gradients are stored.
     pub(super) fn activation(&self, context: &Context, rows: u32, cols: u32) -> Result<Matrix> {
@@ -166,48 +175,90 @@ impl Mlp {
         dy: &Matrix,
         x: &Matrix,
     ) -> Result<LinearGradient> {
-        let (rows, inputs, outputs) = (dy.rows, x.cols, dy.cols);
-        if self.arithmetic.is_plain() {
-            let weight = plain_product(context, GemmLayout::TN, dy, x, (outputs, inputs, rows))?;
-            return Ok(LinearGradient { weight, bias: Self::bias_gradient(context, dy)? });
-        }
-        let weight = context.pitched(Element::F32, outputs, inputs, layer.weight.pitch)?;
-        let bias = if self.fused() { Some(context.matrix(1, outputs)?) } else { None };
-        // Not divided by the loss scale: the update does that.
-        let mut gradient = LinearWeightGradient {
-            dy: dy.addr(),
-            x: x.addr(),
-            dweight: weight.addr(),
-            dbias: bias.as_ref().map(Matrix::addr),
-            tickets: self.tickets(),
-            ..self.launches(layer, rows).gradient
-        };
-        {
-            let (_workspace, addr) = self.workspace(context, gradient.workspace_bytes(), gradient.tickets())?;
-            gradient.workspace = addr;
-            // SAFETY: as for the forward product.
-            unsafe { context.device.run(&gradient)? };
-        }
-        let bias = match bias {
+        let weight = context.pitched(Element::F32, dy.cols, x.cols, layer.weight.pitch)?;
+        let early = if self.fused() { Some(context.matrix(1, dy.cols)?) } else { None };
+        let at = weight.addr();
+        // SAFETY: both are live and of these shapes; they are freed on the stream after this launch.
+        unsafe { self.weight_gradient(context, layer, dy, x, at, early.as_ref().map(Matrix::addr))? };
+        let bias = match early {
             Some(bias) => bias,
-            None => Self::bias_gradient(context, dy)?,
+            None => {
+                let bias = context.matrix(1, dy.cols)?;
+                // SAFETY: as above.
+                unsafe { Self::bias_gradient(context, dy, bias.addr())? };
+                bias
+            }
         };
         Ok(LinearGradient { weight, bias })
     }
 
-    fn bias_gradient(context: &Context, dy: &Matrix) -> Result<Matrix> {
-        let bias = context.matrix(1, dy.cols)?;
-        let sum = BiasGradient {
-            element: dy.element,
-            rows: dy.rows,
-            cols: dy.cols,
-            pitch: dy.pitch,
+    /// Writes the gradients of a layer's weights and bias to a slot.
+    ///
+    /// # Safety
+    /// The slot is live, of the layer's shapes, and is freed on the stream after these launches.
+    pub(super) unsafe fn gradient_to(
+        &self,
+        context: &Context,
+        layer: &Linear,
+        dy: &Matrix,
+        x: &Matrix,
+        slot: GradientSlot,
+    ) -> Result<()> {
+        let early = self.fused().then_some(slot.bias);
+        // SAFETY: passed on.
+        unsafe { self.weight_gradient(context, layer, dy, x, slot.weight, early)? };
+        if early.is_none() {
+            // SAFETY: passed on.
+            unsafe { Self::bias_gradient(context, dy, slot.bias)? };
+        }
+        Ok(())
+    }
+
+    /// Writes the gradient of a layer's weights, and of its bias where they are fused.
+    ///
+    /// # Safety
+    /// The addresses are of live memory of the layer's shapes, which is freed on the stream after this launch.
+    unsafe fn weight_gradient(
+        &self,
+        context: &Context,
+        layer: &Linear,
+        dy: &Matrix,
+        x: &Matrix,
+        dweight: u64,
+        dbias: Option<u64>,
+    ) -> Result<()> {
+        let (rows, inputs, outputs) = (dy.rows, x.cols, dy.cols);
+        if self.arithmetic.is_plain() {
+            let gemm =
+                Gemm { layout: GemmLayout::TN, m: outputs, n: inputs, k: rows, a: dy.addr(), b: x.addr(), c: dweight };
+            // SAFETY: the caller vouches for the result; the two matrices are live and of these shapes, and are freed on the
+            // stream after this launch.
+            return unsafe { context.device.run(&gemm) };
+        }
+        // Not divided by the loss scale: the update does that.
+        let mut gradient = LinearWeightGradient {
             dy: dy.addr(),
-            db: bias.addr(),
+            x: x.addr(),
+            dweight,
+            dbias,
+            tickets: self.tickets(),
+            ..self.launches(layer, rows).gradient
         };
-        // SAFETY: both are live and of these shapes; they are freed on the stream after this launch.
-        unsafe { context.device.run(&sum)? };
-        Ok(bias)
+        let (_workspace, addr) = self.workspace(context, gradient.workspace_bytes(), gradient.tickets())?;
+        gradient.workspace = addr;
+        // SAFETY: as for the forward product; the caller vouches for the result.
+        unsafe { context.device.run(&gradient) }
+    }
+
+    /// Writes the gradient of a layer's bias.
+    ///
+    /// # Safety
+    /// The address is of live memory for `dy.cols` f32, which is freed on the stream after this launch.
+    unsafe fn bias_gradient(context: &Context, dy: &Matrix, db: u64) -> Result<()> {
+        let sum =
+            BiasGradient { element: dy.element, rows: dy.rows, cols: dy.cols, pitch: dy.pitch, dy: dy.addr(), db };
+        // SAFETY: the caller vouches for the result; `dy` is live and freed on the stream after this launch.
+        unsafe { context.device.run(&sum) }
     }
 
     /// The step for gradients that are multiplied by the loss scale.
@@ -223,18 +274,34 @@ impl Mlp {
         gradient: &LinearGradient,
         learning_rate: f32,
     ) -> Result<()> {
+        let slot = GradientSlot { weight: gradient.weight.addr(), bias: gradient.bias.addr() };
+        // SAFETY: the gradient is live, of the layer's shapes and pitch, and is freed on the stream after these launches.
+        unsafe { self.update_from(context, layer, slot, learning_rate) }
+    }
+
+    /// Steps a layer along the gradient in a slot.
+    ///
+    /// # Safety
+    /// The slot is live, of the layer's shapes and pitch, and is freed on the stream after these launches.
+    pub(super) unsafe fn update_from(
+        &self,
+        context: &Context,
+        layer: &Linear,
+        slot: GradientSlot,
+        learning_rate: f32,
+    ) -> Result<()> {
         let master = layer.master.as_ref().map(Matrix::addr);
-        let pairs = [(&layer.weight, master, &gradient.weight), (&layer.bias, None, &gradient.bias)];
+        let pairs = [(&layer.weight, master, slot.weight), (&layer.bias, None, slot.bias)];
         for (weights, master, gradient) in pairs {
             let sgd = Sgd {
                 element: weights.element,
                 len: weights.elements(),
                 learning_rate: self.rate(learning_rate),
-                gradient: gradient.addr(),
+                gradient,
                 weights: weights.addr(),
                 master,
             };
-            // SAFETY: all are live, of one shape and one pitch; they are freed on the stream after this launch.
+            // SAFETY: the weights are live and of one shape and pitch; the caller vouches for the gradient.
             unsafe { context.device.run(&sgd)? };
         }
         Ok(())

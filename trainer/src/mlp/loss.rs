@@ -15,18 +15,20 @@ impl Mlp {
         self.arithmetic.fuse != FuseMode::None && rows <= ROWS_IN_ONE_LAUNCH
     }
 
-    /// Writes the mean loss to `loss_slot` and gives the gradient of the logits, multiplied by the loss scale.
+    /// Writes the mean loss to `loss_slot` and gives the gradient of the logits, multiplied by the loss scale. The gradient is that of
+    /// the mean over `whole_rows` rows, of which the batch may be a part.
     pub(super) fn loss(
         &self,
         context: &Context,
         logits: &Matrix,
         labels: &DeviceBuffer,
         loss_slot: LossSlot,
+        whole_rows: u32,
     ) -> Result<Matrix> {
         let _range = context.device.range(format_args!("loss"));
         let (rows, classes) = (logits.rows, logits.cols);
         // CAST: a batch's rows are far below 2^24, so the quotient is exact to rounding.
-        let scale = self.arithmetic.loss_scale / rows as f32;
+        let scale = self.arithmetic.loss_scale / whole_rows as f32;
         if self.in_one_launch(rows) {
             let dlogits = self.activation(context, rows, classes)?;
             let mut loss = SoftmaxLoss {

@@ -2,12 +2,12 @@
 
 use super::Run;
 use super::capture::Capture;
-use super::stepper::{StepOf, Stepper};
+use super::stepper::{Part, StepOf, Stepper};
 use crate::data::Dataset;
 use crate::device::{OwnedEvent, Role};
 use crate::error::{Result, TrainError};
 use crate::loader::{self, Loader};
-use crate::mlp::Mlp;
+use crate::mlp::{Buckets, Mlp};
 use crate::observer::Observer;
 use crate::record::{EpochRecord, StepRow};
 use crate::settings::{Settings, SyncMode};
@@ -20,6 +20,8 @@ pub(super) struct Pass<'a> {
     pub(super) settings: &'a Settings,
     pub(super) dataset: &'a Dataset,
     pub(super) model: &'a Mlp,
+    /// Where there are several ranks.
+    pub(super) buckets: Option<&'a Buckets>,
     pub(super) stop: &'a AtomicBool,
     pub(super) observer: &'a Arc<dyn Observer>,
 }
@@ -51,7 +53,11 @@ impl Pass<'_> {
         // CAST: an epoch's steps are bounded by its rows.
         stepper.begin_epoch(&run.context, steps as usize)?;
         let (model, learning_rate) = (self.model, settings.learning_rate);
-        let of = StepOf { model, split, order: &order, learning_rate };
+        let group = run.group.clone();
+        let part = group.as_ref().zip(self.buckets);
+        let part = part.map(|(group, buckets)| Part { rank: group.rank(), size: group.size(), buckets });
+        let of = StepOf { model, split, order: &order, learning_rate, part };
+        let before = u64::from(self.epoch - 1) * run.steps_in_epoch(split.rows);
         let batch = settings.batch as usize;
         let training_before = device.calls();
         let mut allocations = training_before.driver_allocations();
@@ -60,16 +66,22 @@ impl Pass<'_> {
         driver.event_record(first_step, stream)?;
         let mut step = 0;
         while step < steps {
-            if self.stop.load(Relaxed) {
-                ended = Err(TrainError::Interrupted);
-                break;
-            }
             let from = step as usize * batch;
             let range = from..(from + batch).min(split.rows);
             let count = range.len();
             // Steps with as many rows as this one, up to where a profiler's capture begins or ends.
             let alike = ((split.rows - from) / batch).max(1) as u64;
             let together = stepper.at_once(alike.min(steps - step).min(capture.steps_alike()));
+            let stop = self.stop.load(Relaxed);
+            let may_begin = match &group {
+                Some(group) => group.begin_steps(before + step, together, stop),
+                None if stop => Err(TrainError::Interrupted),
+                None => Ok(()),
+            };
+            if let Err(error) = may_begin {
+                ended = Err(error);
+                break;
+            }
             capture.steps_begin(&run.context.device, self.epoch, &mut open)?;
             for number in step..step + together {
                 self.observer.step(self.epoch, number + 1);
@@ -112,7 +124,11 @@ impl Pass<'_> {
         }
         // The losses of an interrupted epoch are read as well; after a failure the device may not answer.
         if !rows.is_empty() && matches!(ended, Ok(()) | Err(TrainError::Interrupted)) {
-            let values = run.context.read::<f32>(stepper.losses(), rows.len())?;
+            let mut values = run.context.read::<f32>(stepper.losses(), rows.len())?;
+            if let Some(group) = &group {
+                let of_batches: Vec<u32> = rows.iter().map(|row| row.rows).collect();
+                values = group.mean_losses(&values, &of_batches)?;
+            }
             for (row, value) in rows.iter_mut().zip(values) {
                 row.loss = Some(value);
             }

@@ -4,7 +4,8 @@ use crate::data::Split;
 use crate::device::StepGraphs;
 use crate::error::Result;
 use crate::loader::Loader;
-use crate::mlp::{LossSlot, Mlp};
+use crate::mlp::{Buckets, LossSlot, Mlp};
+use crate::ranks::share;
 use crate::settings::{LaunchMode, Settings};
 use crate::tensor::Context;
 use std::ops::Range;
@@ -17,6 +18,30 @@ pub(super) struct StepOf<'a> {
     /// Order of the rows in this epoch.
     pub(super) order: &'a [u32],
     pub(super) learning_rate: f32,
+    /// The part of each batch that this rank has, where there are several.
+    pub(super) part: Option<Part<'a>>,
+}
+
+/// One rank's part of the steps.
+#[derive(Clone, Copy)]
+pub(super) struct Part<'a> {
+    pub(super) rank: u32,
+    pub(super) size: u32,
+    pub(super) buckets: &'a Buckets,
+}
+
+impl StepOf<'_> {
+    /// Queues one step on the rows `order[range]`, or on this rank's part of them.
+    fn queue(&self, context: &Context, loader: &mut Loader, loss: LossSlot, range: Range<usize>) -> Result<()> {
+        let Some(Part { rank, size, buckets }) = self.part else {
+            let batch = loader.batch(context, self.split, self.order, range)?;
+            return self.model.step(context, batch, loss, self.learning_rate);
+        };
+        // CAST: a batch's rows are a u32.
+        let whole_rows = range.len() as u32;
+        let batch = loader.batch(context, self.split, self.order, share(range, rank, size))?;
+        self.model.step_of_part(context, batch, loss, self.learning_rate, (buckets, whole_rows))
+    }
 }
 
 /// Queues steps.
@@ -95,9 +120,8 @@ impl Stepper {
         if let Some(graphs) = &mut self.graphs {
             return graphs.step(context, loader, of, (range.len(), count));
         }
-        let batch = loader.batch(context, of.split, of.order, range)?;
         let slot = self.losses().addr().get();
-        of.model.step(context, batch, LossSlot::at(slot + 4 * step), of.learning_rate)
+        of.queue(context, loader, LossSlot::at(slot + 4 * step), range)
     }
 
     /// Gives up the graphs and their memory.
@@ -184,11 +208,8 @@ impl GraphStepper {
         let loss = LossSlot { addr: self.losses, cursor: Some(self.cursor.addr().get()) };
         context.device.capture(&context.memory, kinds.len(), |number| {
             let Kind { rows, steps } = kinds[number];
-            (0..steps).try_for_each(|_| {
-                // With a cursor the device knows which rows, and their number alone counts.
-                let batch = loader.batch(context, of.split, of.order, 0..rows)?;
-                of.model.step(context, batch, loss, of.learning_rate)
-            })
+            // With a cursor the device knows which batch; the range is that of the first.
+            (0..steps).try_for_each(|_| of.queue(context, loader, loss, 0..rows))
         })
     }
 

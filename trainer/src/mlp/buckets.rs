@@ -1,0 +1,214 @@
+//! Gradients in buckets, each summed over all ranks in one piece while the backward pass continues.
+
+use super::layer::GradientSlot;
+use super::{Batch, LossSlot, Mlp};
+use crate::device::OwnedEvent;
+use crate::error::Result;
+use crate::ranks::BufferRule;
+use crate::settings::Settings;
+use crate::tensor::{Context, Matrix};
+use kernels::Element;
+use vramlab::{Bytes, DeviceBuffer};
+
+/// Size of a bucket where none is given, as DDP's.
+pub(crate) const USUAL_BUCKET: u64 = 25 << 20;
+/// The first bucket is smaller, so that the first sum begins early, as DDP's.
+const FIRST_BUCKET: u64 = 1 << 20;
+/// Gradients begin at multiples of this, as what an allocator gives.
+const ALIGN: u64 = 256;
+
+/// A bucket: consecutive layers, from the last to the first.
+#[derive(Debug)]
+struct Bucket {
+    /// Each layer's number, and offsets of its gradients.
+    layers: Vec<(usize, GradientSlot)>,
+    bytes: u64,
+    /// Recorded behind the sum.
+    summed: OwnedEvent,
+    /// The buffer, where it lives as long as this.
+    buffer: Option<DeviceBuffer>,
+}
+
+/// The buckets of a network.
+#[derive(Debug)]
+pub(crate) struct Buckets {
+    buckets: Vec<Bucket>,
+    rule: BufferRule,
+    overlap: bool,
+}
+
+/// Layers by bucket, from the last layer to the first: a bucket ends with the layer that fills it. `bytes` are those of each layer's
+/// gradients.
+fn layers_by_bucket(bytes: &[u64], most: u64) -> Vec<Vec<usize>> {
+    let mut out: Vec<Vec<usize>> = Vec::new();
+    let mut filled = u64::MAX;
+    for (layer, bytes) in bytes.iter().enumerate().rev() {
+        let limit = if out.len() <= 1 { most.min(FIRST_BUCKET) } else { most };
+        if filled >= limit {
+            out.push(Vec::new());
+            filled = 0;
+        }
+        filled += bytes;
+        if let Some(bucket) = out.last_mut() {
+            bucket.push(layer);
+        }
+    }
+    out
+}
+
+fn bytes_of(matrix: &Matrix) -> u64 {
+    (matrix.elements() * Element::F32.bytes()).next_multiple_of(ALIGN)
+}
+
+impl Buckets {
+    /// The buckets for a network. Their buffers are allocated here if they are kept.
+    ///
+    /// # Errors
+    /// Errors of the allocator and of the driver.
+    pub(crate) fn new(context: &Context, model: &Mlp, settings: &Settings) -> Result<Self> {
+        let rule = settings.buffers.unwrap_or_default();
+        let sizes: Vec<[u64; 2]> =
+            model.layers.iter().map(|layer| [bytes_of(&layer.weight), bytes_of(&layer.bias)]).collect();
+        let of_layers: Vec<u64> = sizes.iter().map(|sizes| sizes.iter().sum()).collect();
+        let mut buckets = Vec::new();
+        for numbers in layers_by_bucket(&of_layers, settings.bucket.unwrap_or(USUAL_BUCKET)) {
+            let (mut layers, mut bytes) = (Vec::with_capacity(numbers.len()), 0);
+            for number in numbers {
+                let [weight, bias] = sizes[number];
+                layers.push((number, GradientSlot { weight: bytes, bias: bytes + weight }));
+                bytes += weight + bias;
+            }
+            let summed = OwnedEvent::new(&context.device.driver(), false)?;
+            let buffer = match rule {
+                BufferRule::Kept => Some(allocate(context, bytes)?),
+                BufferRule::RecordStream | BufferRule::Events => None,
+            };
+            buckets.push(Bucket { layers, bytes, summed, buffer });
+        }
+        Ok(Self { buckets, rule, overlap: settings.overlap.unwrap_or(true) })
+    }
+
+    /// Bytes of each bucket, in the order in which they are summed.
+    pub(crate) fn bytes(&self) -> Vec<u64> {
+        self.buckets.iter().map(|bucket| bucket.bytes).collect()
+    }
+
+    /// Queues the sum of a bucket behind the work queued so far.
+    fn sum(&self, context: &Context, number: usize, buffer: &DeviceBuffer) -> Result<()> {
+        let Bucket { bytes, summed, .. } = &self.buckets[number];
+        let device = &context.device;
+        let _range = device.range(format_args!("all-reduce bucket {}, {}", number + 1, Bytes(*bytes)));
+        let stream = device.communication();
+        device.order_streams(device.stream(), stream)?;
+        // SAFETY: the buffer is live and of this size; what frees it waits for the event, or announces the use.
+        unsafe { device.all_reduce(buffer.addr(), bytes / Element::F32.bytes())? };
+        device.driver().event_record(summed.id, stream)?;
+        Ok(())
+    }
+}
+
+fn allocate(context: &Context, bytes: u64) -> Result<DeviceBuffer> {
+    // CAST: far below the address space.
+    context.allocate::<u8>(bytes as usize)
+}
+
+/// A slot in a buffer from its offsets.
+fn slot(buffer: &DeviceBuffer, offsets: GradientSlot) -> GradientSlot {
+    let base = buffer.addr().get();
+    GradientSlot { weight: base + offsets.weight, bias: base + offsets.bias }
+}
+
+impl Mlp {
+    /// One training step of a rank on its part of a batch of `whole_rows` rows: forward pass, loss, backward pass, sums over all
+    /// ranks, update. The mean loss of the part goes to `loss_slot`.
+    ///
+    /// # Errors
+    /// Errors of the allocator, of launches and of the sums.
+    pub(crate) fn step_of_part(
+        &self,
+        context: &Context,
+        batch: Batch,
+        loss_slot: LossSlot,
+        learning_rate: f32,
+        (buckets, whole_rows): (&Buckets, u32),
+    ) -> Result<()> {
+        let (inputs, dlogits) = self.forward_and_loss_of_part(context, batch, loss_slot, whole_rows)?;
+        let buffers = self.backward_to(context, inputs, dlogits, buckets)?;
+        let _range = context.device.range(format_args!("update"));
+        for (number, (bucket, buffer)) in buckets.buckets.iter().zip(buffers).enumerate() {
+            let device = &context.device;
+            {
+                let _range = device.range(format_args!("wait for bucket {}", number + 1));
+                device.driver().stream_wait_event(device.stream(), bucket.summed.id)?;
+            }
+            let Some(held) = buffer.as_ref().or(bucket.buffer.as_ref()) else { continue };
+            for (layer, offsets) in &bucket.layers {
+                // SAFETY: the buffer holds the gradients of these layers and is freed on the stream after these launches.
+                unsafe { self.update_from(context, &self.layers[*layer], slot(held, *offsets), learning_rate)? };
+            }
+            if let Some(buffer) = buffer {
+                let _range = device.range(format_args!("free bucket {} ({})", number + 1, buckets.rule.name()));
+                if buckets.rule == BufferRule::RecordStream {
+                    buffer.record_use(device.communication())?;
+                }
+                drop(buffer);
+            }
+        }
+        Ok(())
+    }
+
+    /// The backward pass into buckets; the buffers of those that have none of their own.
+    fn backward_to(
+        &self,
+        context: &Context,
+        mut inputs: Vec<Matrix>,
+        dlogits: Matrix,
+        buckets: &Buckets,
+    ) -> Result<Vec<Option<DeviceBuffer>>> {
+        let _range = context.device.range(format_args!("backward"));
+        let mut buffers = Vec::with_capacity(buckets.buckets.len());
+        let mut dy = dlogits;
+        for (number, bucket) in buckets.buckets.iter().enumerate() {
+            let own = if bucket.buffer.is_none() { Some(allocate(context, bucket.bytes)?) } else { None };
+            let Some(buffer) = own.as_ref().or(bucket.buffer.as_ref()) else { continue };
+            let last = bucket.layers.last().map(|(layer, _)| *layer);
+            for (layer, offsets) in &bucket.layers {
+                let _range = context.device.range(format_args!("layer {}", layer + 1));
+                let (of_layer, x) = (&self.layers[*layer], inputs.pop().expect("each layer kept its input"));
+                // SAFETY: the bucket has room for these gradients; it is freed on the stream after the update.
+                unsafe { self.gradient_to(context, of_layer, &dy, &x, slot(buffer, *offsets))? };
+                if buckets.overlap && Some(*layer) == last {
+                    buckets.sum(context, number, buffer)?;
+                }
+                if *layer > 0 {
+                    dy = self.input_gradient(context, of_layer, dy, &x)?;
+                }
+            }
+            buffers.push(own);
+        }
+        if !buckets.overlap {
+            for (number, (bucket, own)) in buckets.buckets.iter().zip(&buffers).enumerate() {
+                let Some(buffer) = own.as_ref().or(bucket.buffer.as_ref()) else { continue };
+                buckets.sum(context, number, buffer)?;
+            }
+        }
+        Ok(buffers)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_bucket_ends_with_the_layer_that_fills_it() {
+        const MIB: u64 = 1 << 20;
+        // The first bucket takes at most 1 MiB, so the last layers are summed early.
+        assert_eq!(layers_by_bucket(&[10 * MIB, 20 * MIB, 4 * MIB, MIB], 25 * MIB), [vec![3], vec![2, 1, 0]]);
+        assert_eq!(layers_by_bucket(&[10 * MIB, 30 * MIB, MIB / 2, MIB / 4], 25 * MIB), [vec![3, 2, 1], vec![0]]);
+        // With a bucket of one byte each layer is its own; with a large one the first still ends at 1 MiB.
+        assert_eq!(layers_by_bucket(&[5, 5, 5], 1), [vec![2], vec![1], vec![0]]);
+        assert_eq!(layers_by_bucket(&[MIB, MIB, MIB], 1 << 40), [vec![2], vec![1, 0]]);
+        assert_eq!(layers_by_bucket(&[5], 1), [vec![0]]);
+    }
+}
