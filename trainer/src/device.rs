@@ -226,6 +226,15 @@ impl Device {
         Ok(())
     }
 
+    /// Sums as much as each of these numbers of f32 over all ranks some times, in memory of its own, so that connections exist before
+    /// the first step; what the connections took and how long the sums take. Every rank calls this with the same numbers.
+    ///
+    /// # Errors
+    /// As for [`all_reduce`](Self::all_reduce), and errors of the driver.
+    pub(crate) fn warm_up_sums(&self, values: &[u64]) -> Result<Option<SumCosts>> {
+        self.executor.warm_up_sums(values, self.communication())
+    }
+
     /// Waits for the stream of the work that is under way.
     ///
     /// # Errors
@@ -285,6 +294,15 @@ pub(crate) struct Backend {
     pub(crate) library: Option<(String, String)>,
 }
 
+/// What sums over all ranks cost before any other work.
+#[derive(Clone, Debug)]
+pub(crate) struct SumCosts {
+    /// Device memory that connecting took.
+    pub(crate) library_bytes: u64,
+    /// Mean device time of the sums of each number of values, one behind the other.
+    pub(crate) sum_ns: Vec<u64>,
+}
+
 /// Work that a launch of a graph leaves to the host, on devices that compute there.
 #[derive(Debug)]
 enum HostWork {
@@ -342,6 +360,14 @@ trait Executor: fmt::Debug + Send + Sync {
     /// # Errors
     /// As for [`Device::join`].
     fn join(&self, group: &Arc<Group>) -> Result<Backend>;
+
+    /// Makes sums before the first step; `None` where that costs nothing that can be measured.
+    ///
+    /// # Errors
+    /// As for [`Device::warm_up_sums`].
+    fn warm_up_sums(&self, _values: &[u64], _stream: StreamId) -> Result<Option<SumCosts>> {
+        Ok(None)
+    }
 
     /// Queues the sum over all ranks of `values` f32 at `addr`, in place.
     ///

@@ -232,6 +232,12 @@ pub struct CommunicationRecord {
     pub library: Option<String>,
     /// Bytes of each bucket, in the order in which they are summed.
     pub bucket_bytes: Vec<u64>,
+    /// Device memory that connecting the ranks took on this one; absent where it cannot be measured.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub library_bytes: Option<u64>,
+    /// Time of the sum of each bucket before training, one behind the other on an idle device; absent on the simulated device.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub sum_s: Option<Vec<f64>>,
     /// Lifetime of the buckets' buffers.
     pub buffers: BufferRule,
     /// What waits under this lifetime, and until when.

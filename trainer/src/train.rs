@@ -8,7 +8,7 @@ use crate::arithmetic::Arithmetic;
 use crate::calls::CallLog;
 use crate::check;
 use crate::data::{self, Dataset, Split};
-use crate::device::{Backend, Device};
+use crate::device::{Backend, Device, SumCosts};
 use crate::error::{Result, TrainError};
 use crate::export;
 use crate::latency::{Intervals, LatencyRecord};
@@ -341,8 +341,10 @@ impl Run {
         let mut left = steps_in_all(settings, dataset);
         let mut stepper = Stepper::new(context, settings, &mut loaders.0, (dataset.train.rows, left))?;
         let buckets = backend.as_ref().map(|_| Buckets::new(context, &model, settings)).transpose()?;
-        self.summary.communication =
-            backend.zip(buckets.as_ref()).map(|(backend, buckets)| communication(settings, backend, buckets));
+        if let Some((backend, buckets)) = backend.zip(buckets.as_ref()) {
+            let costs = buckets.warm_up(context)?;
+            self.summary.communication = Some(communication(settings, backend, buckets, costs));
+        }
         // CAST: at most the batch, which is a u32.
         let rows = part(dataset.train.rows.min(settings.batch as usize), self.group.as_deref()) as u32;
         self.summary.products = Some(mlp::products(&widths, &arithmetic, rows, context.device.kernels())?);
@@ -541,7 +543,12 @@ fn part(rows: usize, group: Option<&Group>) -> usize {
     group.map_or(rows, |group| ranks::share(0..rows, group.rank(), group.size()).len())
 }
 
-fn communication(settings: &Settings, backend: Backend, buckets: &Buckets) -> CommunicationRecord {
+fn communication(
+    settings: &Settings,
+    backend: Backend,
+    buckets: &Buckets,
+    costs: Option<SumCosts>,
+) -> CommunicationRecord {
     let buffers = settings.buffers.unwrap_or_default();
     let (version, library) = backend.library.unzip();
     CommunicationRecord {
@@ -549,6 +556,9 @@ fn communication(settings: &Settings, backend: Backend, buckets: &Buckets) -> Co
         version,
         library,
         bucket_bytes: buckets.bytes(),
+        library_bytes: costs.as_ref().map(|costs| costs.library_bytes),
+        // CAST: nanoseconds of a sum.
+        sum_s: costs.map(|costs| costs.sum_ns.iter().map(|ns| *ns as f64 / 1e9).collect()),
         buffers,
         waits: buffers.waits(),
     }

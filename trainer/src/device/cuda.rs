@@ -1,6 +1,7 @@
 //! A GPU: kernels are launched through the CUDA driver.
 
-use super::{Backend, Executor, Parts};
+use super::streams::OwnedEvent;
+use super::{Backend, Executor, Parts, SumCosts};
 use crate::arithmetic::Arithmetic;
 use crate::error::{Result, TrainError};
 use crate::ranks::Group;
@@ -17,6 +18,8 @@ use vramlab::{CudaDriver, DeviceAddr, Driver, IdleCosts, MeteredDriver, StreamId
 struct CudaExecutor {
     /// The other ranks, where there are several. Dropped first, because it uses the context.
     communicator: OnceLock<Arc<Communicator>>,
+    /// Free device memory before the ranks were connected.
+    free_before: OnceLock<u64>,
     /// Dropped before the driver, whose context holds them.
     kernels: CudaKernels,
     driver: Arc<CudaDriver>,
@@ -36,7 +39,12 @@ pub(super) fn open(number: usize, observer: Option<CallObserver>) -> Result<Part
     let bare = Arc::clone(&driver) as Arc<dyn Driver>;
     let meter = Arc::new(MeteredDriver::new(bare, Some(idle.clone()), observer));
     Ok(Parts {
-        executor: Arc::new(CudaExecutor { communicator: OnceLock::new(), kernels, driver }),
+        executor: Arc::new(CudaExecutor {
+            communicator: OnceLock::new(),
+            free_before: OnceLock::new(),
+            kernels,
+            driver,
+        }),
         driver: Arc::clone(&meter) as Arc<dyn Driver>,
         meter,
         stream,
@@ -60,11 +68,26 @@ impl Executor for CudaExecutor {
 
     fn join(&self, group: &Arc<Group>) -> Result<Backend> {
         let nccl = Nccl::load()?;
+        let _ = self.free_before.set(self.driver.mem_info()?.free);
         let id = agree(group, &nccl)?;
         let communicator = connect(group, &nccl, id, &self.driver)?;
         // A second call has no effect.
         let _ = self.communicator.set(communicator);
         Ok(Backend { name: "nccl", library: Some((nccl.version.clone(), nccl.path.clone())) })
+    }
+
+    fn warm_up_sums(&self, values: &[u64], stream: StreamId) -> Result<Option<SumCosts>> {
+        let Some(most) = values.iter().max() else { return Ok(None) };
+        let driver = &self.driver;
+        let memory = driver.mem_alloc(4 * most)?;
+        let costs = self.sum_costs(values, memory, stream);
+        // The stream has passed all sums, or the run ends.
+        driver.stream_synchronize(stream)?;
+        // SAFETY: allocated above, freed once, and its work is done.
+        unsafe { driver.mem_free(memory)? };
+        let sum_ns = costs?;
+        let before = self.free_before.get().copied().unwrap_or_default();
+        Ok(Some(SumCosts { library_bytes: before.saturating_sub(driver.mem_info()?.free), sum_ns }))
     }
 
     unsafe fn all_reduce(&self, addr: DeviceAddr, values: u64, stream: StreamId) -> Result<()> {
@@ -87,6 +110,29 @@ impl Executor for CudaExecutor {
     fn profile(&self, on: bool) {
         // Without a profiler these calls do nothing, and with one a failure only widens its capture.
         let _ = if on { self.driver.profiler_start() } else { self.driver.profiler_stop() };
+    }
+}
+
+impl CudaExecutor {
+    /// Mean device time of the sums of each number of values, in this memory.
+    fn sum_costs(&self, values: &[u64], memory: DeviceAddr, stream: StreamId) -> Result<Vec<u64>> {
+        const WARM_UP: u64 = 5;
+        const TIMED: u64 = 20;
+        let driver = Arc::clone(&self.driver) as Arc<dyn Driver>;
+        let events = [OwnedEvent::new(&driver, true)?, OwnedEvent::new(&driver, true)?];
+        let sum = |values: u64| {
+            // SAFETY: the memory has room for the most values, and the caller frees it when the stream has passed.
+            unsafe { self.all_reduce(memory, values, stream) }
+        };
+        let cost = |values: &u64| -> Result<u64> {
+            (0..WARM_UP).try_for_each(|_| sum(*values))?;
+            driver.event_record(events[0].id, stream)?;
+            (0..TIMED).try_for_each(|_| sum(*values))?;
+            driver.event_record(events[1].id, stream)?;
+            driver.event_synchronize(events[1].id)?;
+            Ok(driver.event_elapsed_ns(events[0].id, events[1].id)? / TIMED)
+        };
+        values.iter().map(cost).collect()
     }
 }
 

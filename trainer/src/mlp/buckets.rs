@@ -2,7 +2,7 @@
 
 use super::layer::GradientSlot;
 use super::{Batch, LossSlot, Mlp};
-use crate::device::OwnedEvent;
+use crate::device::{OwnedEvent, SumCosts};
 use crate::error::Result;
 use crate::ranks::BufferRule;
 use crate::settings::Settings;
@@ -91,6 +91,15 @@ impl Buckets {
     /// Bytes of each bucket, in the order in which they are summed.
     pub(crate) fn bytes(&self) -> Vec<u64> {
         self.buckets.iter().map(|bucket| bucket.bytes).collect()
+    }
+
+    /// Connects the ranks for sums of these sizes; what that took and how long they take.
+    ///
+    /// # Errors
+    /// Errors of the sums.
+    pub(crate) fn warm_up(&self, context: &Context) -> Result<Option<SumCosts>> {
+        let values: Vec<u64> = self.buckets.iter().map(|bucket| bucket.bytes / Element::F32.bytes()).collect();
+        context.device.warm_up_sums(&values)
     }
 
     /// Queues the sum of a bucket behind the work queued so far.

@@ -118,8 +118,9 @@ fn host(membership: &Membership, own: &Hello) -> Result<Vec<Option<TcpStream>>> 
                 .filter(|(_, there)| there.is_none())
                 .map(|(rank, _)| rank.to_string())
                 .collect();
+            let plural = if absent.len() == 1 { "" } else { "s" };
             let message = format!(
-                "rank {} did not connect within {} s; start every rank, or raise --rank-timeout",
+                "rank{plural} {} did not connect within {} s; start every rank, or raise --rank-timeout",
                 absent.join(", "),
                 membership.patience.as_secs()
             );
