@@ -262,12 +262,18 @@ fn train_rank(
     let group = Arc::new(membership.join(&args.settings)?);
     let first = membership.rank == 0;
     let observer: Arc<dyn Observer> = if first { Arc::clone(terminal) as _ } else { Arc::new(Silent) };
-    let outcome = train::run_rank(&settings, command, started, signals.stop(), &observer, &group)?;
-    let code = if first {
-        show(args, &settings, outcome, &signals, terminal)
-    } else {
-        outcome.error.as_ref().map_or(exit::OK, |error| end(error, &signals))
+    let code = match train::run_rank(&settings, command, started, signals.stop(), &observer, &group) {
+        Ok(outcome) if first => show(args, &settings, outcome, &signals, terminal),
+        Ok(outcome) => outcome.error.as_ref().map_or(exit::OK, |error| end(error, &signals)),
+        Err(error) => {
+            terminal.clear();
+            end(&error, &signals)
+        }
     };
+    if group.check().is_err() {
+        // Threads of NCCL may still wait for the rank that failed.
+        ranks::end_now(code);
+    }
     group.leave();
     Ok(code)
 }

@@ -45,6 +45,17 @@ const OF_A_RANK: [&str; 11] = [
     "check",
 ];
 
+/// Ends this process without its usual end, which could wait for a call of another thread that waits for a rank that has ended.
+pub(crate) fn end_now(code: u8) -> ! {
+    #[cfg(unix)]
+    // SAFETY: takes a number and does not return; what was written to files and to the terminal is not buffered here.
+    unsafe {
+        libc::_exit(code.into())
+    }
+    #[cfg(not(unix))]
+    std::process::exit(code.into())
+}
+
 /// Where ranks meet.
 #[derive(Debug)]
 pub(crate) enum Meeting {

@@ -128,7 +128,7 @@ impl Shared {
             thread::sleep(GRACE);
             vramlab::output::discard_unfinished();
             fail(format_args!("{line}; a call of this rank did not return, so its record may lack the end"));
-            std::process::exit(code.into());
+            super::end_now(code);
         });
         if let Some(abort) = &*lock(&self.abort) {
             abort();
