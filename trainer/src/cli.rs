@@ -23,6 +23,7 @@ Examples:
   trainer --alloc caching                       train on a GPU if there is one, else on the simulated one
   trainer --alloc naive --log-driver-calls      watch each tensor go to the driver
   trainer --alloc stream-ordered:release_threshold=0 --sync step
+  trainer --gpus 2 --device sim                 two simulated GPUs with one virtual time, a process for each
   nsys profile --trace=cuda,nvtx trainer --alloc caching
   trainer start -o start.safetensors            the weights and batches with which a run begins, for other programs
   trainer allocators                            the allocators

@@ -120,8 +120,9 @@ impl Membership {
 
 /// The settings that all ranks must have, by the names of their options.
 fn shared_settings(settings: &Settings) -> Map<String, Value> {
-    // Settings are plain data.
-    let Ok(Value::Object(all)) = serde_json::to_value(settings) else { return Map::new() };
+    // Settings are plain data. As text, because an f32 has other digits as a number of JSON's.
+    let text = serde_json::to_string(settings).unwrap_or_default();
+    let Ok(Value::Object(all)) = serde_json::from_str(&text) else { return Map::new() };
     all.into_iter()
         .filter(|(name, _)| !OF_A_RANK.contains(&name.as_str()))
         .map(|(name, value)| (name.replace('_', "-"), value))

@@ -8,6 +8,8 @@ mod host_memory;
 #[cfg(unix)]
 mod outside;
 #[cfg(unix)]
+mod ranks;
+#[cfg(unix)]
 mod signals;
 
 use crate::common::{column, read_json};
@@ -43,6 +45,10 @@ impl Place {
         // The message stays on one line, however long.
         command.current_dir(self.0.path()).env("VRAMLAB_CACHE", self.at("cache")).env("COLUMNS", "1000");
         for variable in ["MNIST_DIR", "MNIST_MIRROR", "NVTX_INJECTION64_PATH", "NVTX_INJECTION32_PATH"] {
+            command.env_remove(variable);
+        }
+        // The tests may run in a job.
+        for variable in ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"] {
             command.env_remove(variable);
         }
     }

@@ -1,6 +1,6 @@
 //! The files of runs match `analysis/schema.md`: every key, its type, whether it is always present, and no other keys.
 
-use crate::common::{Done, arms, digits, iris, train};
+use crate::common::{Done, arms, digits, iris, read_json, train};
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use trainer::Settings;
@@ -20,7 +20,11 @@ struct Described {
 }
 
 /// Keys that a run does not have on the simulated device, outside of a checkout or of a job, or when all is well.
-const ELSEWHERE: [&str; 21] = [
+const ELSEWHERE: [&str; 25] = [
+    "communication.version",
+    "communication.library",
+    "communication.library_bytes",
+    "communication.sum_s[]",
     "provenance.git_commit",
     "provenance.git_dirty",
     "provenance.driver_release",
@@ -240,6 +244,17 @@ fn runs() -> Vec<Done> {
     runs
 }
 
+/// The records of a run on two simulated GPUs with every option of one: that of rank 0, and that of rank 1.
+fn ranks() -> Vec<Value> {
+    let place = tempfile::TempDir::new().unwrap();
+    let base = ["--device", "sim", "--dataset", "iris", "--batch", "24", "--epochs", "1", "--hidden", "16"];
+    let ranks = ["--gpus", "2", "--bucket", "1K", "--overlap", "off", "--buffers", "events", "--rank-alloc", "0=naive"];
+    let mut command = assert_cmd::Command::new(env!("CARGO_BIN_EXE_trainer"));
+    command.args(base).args(ranks).args(["--out", "record"]).current_dir(place.path()).env_remove("RANK");
+    command.timeout(std::time::Duration::from_secs(60)).assert().success();
+    ["record", "record/rank1"].map(|path| read_json(&place.path().join(path).join("summary.json"))).into()
+}
+
 /// The list of backends documents an allocator's settings, so the document does not repeat them.
 fn lists_every_setting(summary: &Value) {
     let settings = &summary["settings"];
@@ -271,6 +286,7 @@ fn record_keys_and_their_descriptions_match() {
         let listed: Vec<&str> = listed.iter().flat_map(|row| row[0].split(", ")).map(unquoted).collect();
         assert_eq!(columns, listed);
     }
+    ranks().iter().for_each(|json| summaries.visit("", json));
     let listed = rows("Allocator statistics", "name");
     let explained = listed.iter().map(|row| unquoted(row[0].trim_end_matches(" *")).to_owned());
     // Counters that stay absent in these runs.

@@ -308,4 +308,70 @@ mod tests {
         assert_eq!(Id::from_bytes(&bytes).map(|id| id.bytes()), Some(bytes.clone()));
         assert!(Id::from_bytes(&bytes[1..]).is_none());
     }
+
+    #[test]
+    fn a_file_that_is_not_nccl_is_refused_in_one_line() {
+        let folder = tempfile::TempDir::new().unwrap();
+        let text = folder.path().join(FILE);
+        std::fs::write(&text, "no library").unwrap();
+        // A library of every Linux system has other functions.
+        for path in [folder.path().join("missing"), text, "libc.so.6".into()] {
+            let error = Nccl::open(&path).unwrap_err();
+            assert!(!error.is_empty() && !error.contains('\n'), "{error}");
+        }
+    }
+
+    /// Functions of NCCL's types whose results tell what they were called with.
+    const STAND_IN: &str = r#"
+        #include <stddef.h>
+        #include <string.h>
+        typedef struct { char internal[128]; } Id;
+        static int state[4];
+        static const char *last = "";
+        int ncclGetVersion(int *version) { *version = 22809; return 0; }
+        int ncclGetUniqueId(Id *id) { for (int i = 0; i < 128; i++) id->internal[i] = (char)(i * 2); return 0; }
+        int ncclCommInitRank(void **comm, int size, Id id, int rank) {
+            for (int i = 0; i < 128; i++) if (id.internal[i] != (char)(i * 2)) { last = "another\n  id"; return 4; }
+            state[0] = size; state[1] = rank; *comm = state; return 0;
+        }
+        int ncclAllReduce(const float *from, float *to, size_t count, int type, int op, int *comm, void *stream) {
+            if (comm != state || type != 7 || op != 0 || stream != (void *)42) return 5;
+            for (size_t i = 0; i < count; i++) to[i] = from[i] * comm[0] + comm[1];
+            return 0;
+        }
+        int ncclCommAbort(int *comm) { comm[2]++; return 0; }
+        int ncclCommDestroy(int *comm) { comm[3]++; return 0; }
+        const char *ncclGetErrorString(int code) { return code == 4 ? "invalid argument" : "invalid usage"; }
+        const char *ncclGetLastError(void *comm) { return last; }
+    "#;
+
+    #[test]
+    #[ignore = "needs a C compiler"]
+    fn functions_are_called_as_nccl_declares_them() {
+        let folder = tempfile::TempDir::new().unwrap();
+        let (source, file) = (folder.path().join("nccl.c"), folder.path().join(FILE));
+        std::fs::write(&source, STAND_IN).unwrap();
+        let compiler =
+            std::process::Command::new("cc").args(["-shared", "-fPIC", "-o"]).arg(&file).arg(&source).status();
+        assert!(compiler.unwrap().success());
+        let nccl = Arc::new(Nccl::open(&file).unwrap());
+        assert_eq!((nccl.version.as_str(), nccl.path.as_str()), ("2.28.9", file.to_str().unwrap()));
+        let id = nccl.new_id().unwrap();
+        let other = Id::from_bytes(&[7; ID_BYTES]).unwrap();
+        let error = Communicator::new(Arc::clone(&nccl), other, 0, 2).unwrap_err().to_string();
+        assert_eq!(error, "ncclCommInitRank: invalid argument: another id; NCCL_DEBUG=WARN prints more");
+        let communicator = Communicator::new(Arc::clone(&nccl), id, 1, 3).unwrap();
+        let mut values = [1f32, 2.0, 3.0, 4.0];
+        // CAST: a pointer as the number of its address.
+        let addr = values.as_mut_ptr() as u64;
+        // SAFETY: the stand-in takes any number for a stream, and three of the values.
+        let sum = |stream: usize| unsafe { communicator.all_reduce(addr, 3, stream as *mut c_void) };
+        sum(42).unwrap();
+        assert!(sum(41).unwrap_err().to_string().contains("ncclAllReduce: invalid usage"));
+        assert_eq!(values, [4.0, 7.0, 10.0, 4.0]);
+        communicator.abort();
+        communicator.abort();
+        // SAFETY: as above; the communicator is aborted, so that nothing is called.
+        assert!(unsafe { communicator.all_reduce(addr, 3, 42 as *mut c_void) }.is_err());
+    }
 }
