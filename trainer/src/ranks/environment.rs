@@ -120,7 +120,9 @@ fn only_ranks(settings: &Settings) -> Result<()> {
 mod tests {
     use super::*;
 
-    fn part(gpus: Option<u32>, variables: &[(&str, &str)]) -> Result<Part> {
+    type Variables<'a> = &'a [(&'a str, &'a str)];
+
+    fn part(gpus: Option<u32>, variables: Variables<'_>) -> Result<Part> {
         let settings = Settings { gpus, ..Settings::default() };
         let value = |name: &str| variables.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned());
         Part::from(&settings, value)
@@ -147,7 +149,7 @@ mod tests {
 
     #[test]
     fn variables_that_cannot_work_are_named() {
-        let cases: [(Option<u32>, &[(&str, &str)], &str); 8] = [
+        let cases: [(Option<u32>, Variables<'_>, &str); 8] = [
             (Some(0), &[], "--gpus must be at least 1"),
             (Some(0), &[("RANK", "0"), ("WORLD_SIZE", "2")], "--gpus must be at least 1"),
             (None, &[("RANK", "x"), ("WORLD_SIZE", "2")], "RANK must be a number, found 'x'"),
