@@ -92,6 +92,9 @@ impl Part {
                 TrainError::Input(format!("MASTER_PORT must be a number from 1 to 65535, found '{text}'"))
             })?,
         };
+        // The agent of torchrun listens at MASTER_PORT itself, for the store of PyTorch's ranks; these ranks meet one port further.
+        let agent_listens = variable("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|value| value == "True");
+        let port = if agent_listens { if port == u16::MAX { port - 1 } else { port + 1 } } else { port };
         // Another run on the same port has another name where its launcher gives one.
         let run =
             run.or_else(|| variable("TORCHELASTIC_RUN_ID")).or_else(|| variable("SLURM_JOB_ID")).unwrap_or_default();
@@ -136,6 +139,21 @@ mod tests {
             let Ok(Part::Rank(membership)) = part(None, &variables) else { panic!("{rank}") };
             assert_eq!((membership.rank, membership.size, membership.local_rank), (5, 8, 1));
             assert!(matches!(membership.meeting, Meeting::At { host, port: 29500 } if host == "node7"));
+        }
+    }
+
+    #[test]
+    fn ranks_of_torchrun_meet_beside_the_port_of_its_store() {
+        for (store, expected) in [("True", 29501), ("False", 29500)] {
+            let variables = [
+                ("RANK", "1"),
+                ("WORLD_SIZE", "2"),
+                ("MASTER_ADDR", "node7"),
+                ("MASTER_PORT", "29500"),
+                ("TORCHELASTIC_USE_AGENT_STORE", store),
+            ];
+            let Ok(Part::Rank(membership)) = part(None, &variables) else { panic!("{store}") };
+            assert!(matches!(membership.meeting, Meeting::At { port, .. } if port == expected), "{membership:?}");
         }
     }
 

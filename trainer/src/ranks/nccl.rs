@@ -132,7 +132,7 @@ impl Nccl {
             )
         };
         Err(TrainError::Input(format!(
-            "several GPUs need NCCL, and there is {searched} ({}); install it (`pip install nvidia-nccl-cu13`), or set {VARIABLE} to \
+            "several GPUs need NCCL: {searched} ({}); install it (`pip install nvidia-nccl-cu13`), or set {VARIABLE} to \
              the file",
             failed.join("; ")
         )))
