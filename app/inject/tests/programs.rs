@@ -177,6 +177,8 @@ fn one_stream_needs_no_event_and_several_wait_for_all_work() {
     // Once, when the second stream gets work.
     assert_eq!(driver_calls(&several, "synchronize"), 1, "{several}");
     assert!(driver_calls(&several, "record") >= 2, "{several}");
+    // Streams that never had work get no event.
+    assert_eq!(driver_calls(&several, "idle"), 0, "{several}");
 }
 
 #[test]

@@ -14,9 +14,14 @@ const NOT_READY: i32 = 600;
 /// `CU_EVENT_DISABLE_TIMING`.
 const NO_TIMING: u32 = 2;
 /// Frees that get events together, at most.
-const TOGETHER: usize = 64;
-/// Nanoseconds between two looks at the events.
+const TOGETHER: usize = 512;
+/// Shortest time between two looks at the events, in nanoseconds.
 const PERIOD: u64 = 20_000;
+/// The time between two looks, in multiples of the time that a look takes. A program may have many streams, and each needs a call
+/// of the driver or two, so this limits their share of the program's time.
+const REST: u64 = 20;
+/// Longest time between two looks, in nanoseconds.
+const MOST_REST: u64 = 1_000_000;
 
 /// A freed block and its stream.
 #[derive(Debug)]
@@ -37,18 +42,17 @@ struct Batch<T> {
 pub(crate) struct Pending<T> {
     /// Without events as yet.
     open: Vec<T>,
-    /// When the first of them was freed.
-    opened_ns: u64,
     /// In the order of their events.
     sealed: VecDeque<Batch<T>>,
     /// Events to use again.
     events: Vec<u64>,
-    looked_ns: u64,
+    /// When the next look is due.
+    due_ns: u64,
 }
 
 impl<T> Default for Pending<T> {
     fn default() -> Self {
-        Self { open: Vec::new(), opened_ns: 0, sealed: VecDeque::new(), events: Vec::new(), looked_ns: 0 }
+        Self { open: Vec::new(), sealed: VecDeque::new(), events: Vec::new(), due_ns: 0 }
     }
 }
 
@@ -56,7 +60,7 @@ impl<T> Pending<T> {
     /// Takes memory that waits for all streams.
     pub(crate) fn add(&mut self, item: T) {
         if self.open.is_empty() {
-            self.opened_ns = record::now();
+            self.due_ns = self.due_ns.max(record::now().saturating_add(PERIOD));
         }
         self.open.push(item);
     }
@@ -100,7 +104,10 @@ impl<T> Pending<T> {
             return;
         }
         let items = std::mem::take(&mut self.open);
-        let events = self.record(&streams::of_context(context)).unwrap_or_else(|| {
+        let mut streams = streams::of_context(context);
+        // An idle stream needs no event. The legacy stream stands for others, so that its own work is not all that counts.
+        streams.retain(|stream| *stream == streams::LEGACY || real!(cuStreamQuery(*stream => u64)) != 0);
+        let events = self.record(&streams).unwrap_or_else(|| {
             // An earlier error of the device comes back at any call; then nothing of it runs any more.
             real!(cuCtxSynchronize());
             Vec::new()
@@ -114,14 +121,20 @@ impl<T> Pending<T> {
         if streams::is_capturing() {
             return out;
         }
-        let now = record::now();
-        if all || self.open.len() >= TOGETHER || now.saturating_sub(self.opened_ns) >= PERIOD {
+        let start = record::now();
+        if all || start >= self.due_ns || self.open.len() >= TOGETHER {
             self.seal(context);
+            self.reap(all, &mut out);
+            let end = record::now();
+            // A look that waits is no measure of one that does not.
+            let took = if all { 0 } else { end.saturating_sub(start) };
+            self.due_ns = end.saturating_add(REST.saturating_mul(took).clamp(PERIOD, MOST_REST));
         }
-        if !all && now.saturating_sub(self.looked_ns) < PERIOD {
-            return out;
-        }
-        self.looked_ns = now;
+        out
+    }
+
+    /// Appends the memory whose events have completed, or with `all` all of it, once they have.
+    fn reap(&mut self, all: bool, out: &mut Vec<T>) {
         while let Some(batch) = self.sealed.front_mut() {
             while let Some(event) = batch.events.last() {
                 let code = match all {
@@ -129,12 +142,11 @@ impl<T> Pending<T> {
                     false => real!(cuEventQuery(*event => u64)),
                 };
                 if code == NOT_READY {
-                    return out;
+                    return;
                 }
                 self.events.extend(batch.events.pop());
             }
             out.extend(self.sealed.pop_front().into_iter().flat_map(|batch| batch.items));
         }
-        out
     }
 }

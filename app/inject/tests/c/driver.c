@@ -92,6 +92,10 @@ static void queue(void) { pthread_mutex_lock(&lock); work += each(); pthread_mut
 SHOWN long driver_work(void) { pthread_mutex_lock(&lock); long w = work; pthread_mutex_unlock(&lock); return w; }
 
 SHOWN R cuCtxSynchronize(void) { CALLED; drain(); return depth ? OK : NO_CONTEXT; }
+// Streams of the program that had work.
+static char busy[1 << 12];
+static char* of_stream(S s) { return s > 0x5000 ? &busy[(s - 0x5000) / 0x10 % (1 << 12)] : &busy[0]; }
+SHOWN R cuStreamQuery(S s) { CALLED; return *of_stream(s) && driver_work() ? NOT_READY : OK; }
 SHOWN R cuStreamSynchronize(S s) { CALLED; (void)s; drain(); return OK; }
 SHOWN R cuStreamCreate(S* s, unsigned f) { CALLED; (void)f; static S next = 0x5000; pthread_mutex_lock(&lock); *s = next += 0x10; pthread_mutex_unlock(&lock); return OK; }
 SHOWN R cuStreamCreateWithPriority(S* s, unsigned f, int p) { (void)p; return cuStreamCreate(s, f); }
@@ -107,7 +111,7 @@ SHOWN R cuThreadExchangeStreamCaptureMode(int* m) { *m = 0; return OK; }
 static struct { long target; } events[1 << 16];
 static long done;
 SHOWN R cuEventCreate(uintptr_t* e, unsigned f) { CALLED; (void)f; static uintptr_t next; pthread_mutex_lock(&lock); *e = ++next % (1 << 16); pthread_mutex_unlock(&lock); return OK; }
-SHOWN R cuEventRecord(uintptr_t e, S s) { CALLED; (void)s; pthread_mutex_lock(&lock); events[e].target = done + work; pthread_mutex_unlock(&lock); return OK; }
+SHOWN R cuEventRecord(uintptr_t e, S s) { CALLED; if (s > 2 && !*of_stream(s)) called("idle record"); pthread_mutex_lock(&lock); events[e].target = done + work; pthread_mutex_unlock(&lock); return OK; }
 SHOWN R cuEventQuery(uintptr_t e) {
     CALLED;
     pthread_mutex_lock(&lock);
@@ -124,7 +128,7 @@ SHOWN R cuLaunchKernel(void* f, unsigned gx, unsigned gy, unsigned gz, unsigned 
     CALLED; queue();
     // All arguments have to arrive.
     if (f != (void*)0xf00000 || gx != 1 || gy != 2 || gz != 3 || bx != 4 || by != 5 || bz != 6 || shared != 7 || p != (void**)8 || extra != (void**)9) return INVALID;
-    (void)stream;
+    *of_stream(stream) = 1;
     return OK;
 }
 SHOWN R cuLaunchKernel_ptsz(void* f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, S stream, void** p, void** extra) {

@@ -298,8 +298,9 @@ int main(int count, char** words) {
     if (!strcmp(test, "exit")) CHECK(cuMemAlloc(&late, 4096) == 0), atexit(at_exit);
     if (!strcmp(test, "crash")) loop(10), abort();
     if (!strcmp(test, "streams")) {
-        S stream;
+        S stream, idle;
         loop(10);
+        for (int i = 0; i < 32; i++) CHECK(cuStreamCreate(&idle, i % 2) == 0);
         CHECK(cuStreamCreate(&stream, 1) == 0 && launch(stream) == 0);
         loop(100);
     }
@@ -307,9 +308,9 @@ int main(int count, char** words) {
     void* driver = getenv("VRAMLAB_CUDA") ? dlopen(getenv("VRAMLAB_CUDA"), RTLD_NOW | RTLD_NOLOAD) : NULL;
     if (!calls && driver) calls = dlsym(driver, "driver_count");
     if (calls && !getenv("QUIET"))
-        printf("driver: alloc %ld free %ld async %ld record %ld synchronize %ld managed %ld pinned %ld\n", calls("cuMemAlloc_v2"),
+        printf("driver: alloc %ld free %ld async %ld record %ld synchronize %ld managed %ld pinned %ld idle %ld\n", calls("cuMemAlloc_v2"),
                calls("cuMemFree_v2"), calls("cuMemAllocAsync"), calls("cuEventRecord"), calls("cuCtxSynchronize"),
-               calls("cuMemAllocManaged"), calls("cuMemHostAlloc"));
+               calls("cuMemAllocManaged"), calls("cuMemHostAlloc"), calls("idle record"));
     printf("%s\n", failures ? "failed" : "equal");
     return failures != 0;
 }
