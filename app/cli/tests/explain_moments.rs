@@ -314,3 +314,19 @@ fn logs_of_other_programs_are_explained_without_pytorch() {
     let screen = explain(&dir, &[&dir.write("rmm.csv", log)]).ok().stdout;
     assert!(screen.contains("so lines are unknown") && !screen.contains("torch"), "{screen}");
 }
+
+#[test]
+fn call_sites_of_a_cuda_program_are_its_lines() {
+    let dir = Place::new();
+    let trace = concat!(
+        r#"{"time_ns":1,"action":"alloc","addr":4096,"size":1048576,"block":1048576,"stream":0,"stack":1,"frames":["#,
+        r#"{"name":"allocate","filename":"/home/me/matrix.cu","line":57},{"name":"main","filename":"/home/me/matrix.cu","line":90},"#,
+        r#"{"name":"__libc_start_main","filename":"../sysdeps/nptl/libc_start_call_main.h","line":58},"#,
+        r#"{"name":"_start","filename":"??","line":0}]}"#,
+        "\n",
+        r#"{"time_ns":2,"action":"alloc","addr":8392704,"size":2097152,"block":2097152,"stream":0,"stack":1}"#,
+        "\n",
+    );
+    let screen = explain(&dir, &[&dir.write("trace.jsonl", trace)]).ok().stdout;
+    assert!(screen.contains("matrix.cu:57 allocate") && !screen.contains("libc_start"), "{screen}");
+}

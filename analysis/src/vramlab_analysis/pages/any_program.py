@@ -14,8 +14,12 @@ LINE = re.compile(r"^(\S+)/(\S+) +median +([\d.]+) +min +([\d.]+) +max +([\d.]+)
 PROGRAMS = {
     "raw_static": "raw loop, default stream",
     "two": "raw loop, two non-blocking streams",
+    "four": "raw loop, four blocking streams",
+    "managed": "managed memory",
+    "texture": "textures",
     "cupy": "CuPy without its pool",
-    "torch": "PyTorch without its cache",
+    "torch": "ResNet-50 in PyTorch without its cache",
+    "gpt2": "GPT-2 in PyTorch without its cache",
 }
 VARIANTS = {"record": "recorded", "driver": "`--free driver`", "waits": "`--free waits`", "ordered": "`--free ordered`"}
 
@@ -51,10 +55,15 @@ def times() -> str:
         cell = cells[program].get(variant)
         return f"{cell['median']:,.0f} ({cell['min']:,.0f} to {cell['max']:,.0f})" if cell else ""
 
-    own = {"cupy": "own-pool", "torch": "own-cache"}
+    own = {"cupy": "own-pool", "torch": "own-cache", "gpt2": "own-cache"}
+    unchanged = {"torch": "no-cache", "gpt2": "no-cache"}
     rows = [
-        [title, time(name, "no-cache" if name == "torch" else "plain"), *(time(name, key) for key in VARIANTS),
-         time(name, own.get(name, ""))]
+        [
+            title,
+            time(name, unchanged.get(name, "plain")),
+            *(time(name, key) for key in VARIANTS),
+            time(name, own.get(name, "")),
+        ]
         for name, title in PROGRAMS.items()
-    ]  # fmt: skip
+    ]
     return markdown(["µs a step: median (range)", "unchanged", *VARIANTS.values(), "its own pool"], rows)

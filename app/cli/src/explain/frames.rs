@@ -137,6 +137,13 @@ fn is_native(name: &str, file: &str) -> bool {
     source || file == "??" || file.is_empty() || !file.ends_with(".py") && name.contains("::")
 }
 
+/// Whether a file is C, C++ or CUDA source, and not of the C library or the C++ runtime.
+pub(super) fn is_program_source(file: &str) -> bool {
+    let file = &*slashes(file);
+    let source = [".c", ".cc", ".cpp", ".cxx", ".cu", ".cuh", ".h", ".hpp"].iter().any(|end| file.ends_with(end));
+    source && !["/sysdeps/", "/csu/", "/nptl/", "/usr/include/", "/Objects/", "/Python/"].iter().any(|part| file.contains(part))
+}
+
 /// Whether a file belongs to Python's standard library.
 fn is_stdlib(file: &str) -> bool {
     if file.contains("/lib/python3") || file.contains("/lib64/python3") {

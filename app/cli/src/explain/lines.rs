@@ -1,6 +1,6 @@
 //! Folded stacks: the lines of the user's code, with library frames folded.
 
-use super::frames::{Kind, place, short};
+use super::frames::{Kind, is_program_source, place, short};
 use std::borrow::Cow;
 use std::collections::HashMap;
 use std::hash::Hash;
@@ -147,7 +147,18 @@ fn fold(origins: &Origins, stack: StackId, all: bool) -> Folded<String> {
     Folded { path: without_middle(path, omission), inside }
 }
 
+/// The lines of a program without Python and PyTorch: all frames whose source is known. `None` for other stacks.
+fn program_lines(origins: &Origins, frames: &[Frame]) -> Option<Vec<String>> {
+    let native = |frame: &Frame| matches!(kind(origins, frame), Kind::Native | Kind::Glue);
+    let known = |frame: &&Frame| frame.line > 0 && is_program_source(origins.spelt(frame.filename));
+    let shown = frames.iter().rev().filter(known).map(|frame| frame_text(origins, frame, short));
+    frames.iter().all(native).then(|| shown.collect::<Vec<_>>()).filter(|lines| !lines.is_empty())
+}
+
 fn fold_by_kind(origins: &Origins, frames: &[Frame]) -> Folded<String> {
+    if let Some(path) = program_lines(origins, frames) {
+        return Folded { path, inside: None };
+    }
     // The frames of the forward pass follow the mark.
     let mark = frames.iter().position(|frame| origins.spelt(frame.name) == FORWARD_PASS);
     let (frames, forward) = frames.split_at(mark.unwrap_or(frames.len()));

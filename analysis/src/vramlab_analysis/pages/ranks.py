@@ -1,0 +1,100 @@
+"""Training on two GPUs: step times of both ranks by allocator and buffers, and PyTorch's DistributedDataParallel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from statistics import median
+from typing import Any
+
+from vramlab_analysis import repository
+from vramlab_analysis.errors import AnalysisError, parse_json, read_bytes
+from vramlab_analysis.pages.registry import group, markdown, table
+
+MICRO = 1e6
+MIB = 2**20
+# Runs of the trainer by name in the record, with the row of the table.
+VARIANTS = {
+    "m-caching": "`caching`",
+    "m-stream-ordered": "`stream-ordered`",
+    "m-rmm-arena": "`rmm-arena`",
+    "m-naive": "`naive`",
+    "m-mixed": "`naive` on rank 0, `caching` on rank 1",
+    "m-no-overlap": "`caching`, `--overlap off`",
+    "m-bucket-1M": "`caching`, `--bucket 1M`",
+    "m-record-stream": "`caching`, `--buffers record-stream`",
+    "m-events": "`caching`, `--buffers events`",
+    "m-graph": "`caching`, `--launch graph`",
+}
+
+
+@cache
+def _lines() -> list[dict[str, Any]]:
+    """The lines of the newest record, the machine first. Raises AnalysisError without one."""
+    paths = repository.listing().files("ranks.jsonl")
+    if not paths:
+        raise AnalysisError("experiments/results: has no *-ranks.jsonl.")
+    return [parse_json(line, str(paths[-1])) for line in read_bytes(paths[-1]).splitlines()]
+
+
+def _runs(name: str) -> list[dict[str, Any]]:
+    """Finished runs of a name. Raises AnalysisError where there is none."""
+    runs = [line for line in _lines() if line.get("name") == name and line.get("rc") == 0]
+    if not runs:
+        raise AnalysisError(f"the record of several GPUs has no finished run of {name}.")
+    return runs
+
+
+def _ddp(name: str) -> dict[str, float]:
+    """Median step of PyTorch by width, in microseconds."""
+    steps: dict[str, list[float]] = {}
+    for run in _runs(name)[-1]["runs"]:
+        steps.setdefault(str(run["hidden"]), []).append(MICRO * run["step_s"])
+    return {width: median(times) for width, times in steps.items()}
+
+
+@group("ranks")
+def values() -> Mapping[str, Any]:
+    """Median step in microseconds by variant, `ddp` by mode and width, `sum` of 256 MiB in microseconds, and counts."""
+    equal = [line for line in _lines() if str(line.get("name", "")).startswith(("c-n2-", "c-f16-n2-"))]
+    counts = [len(_runs(name)) for name in VARIANTS]
+    kills = [line["seconds"] for line in _lines() if line.get("name") == "kill"]
+    return {
+        "machine": _lines()[0]["machine"],
+        "day": _lines()[0]["day"],
+        "step": {name.removeprefix("m-"): _step(name) for name in VARIANTS},
+        "runs": {"least": min(counts), "most": max(counts)},
+        "ddp": {"eager": _ddp("ddp-eager"), "graph": _ddp("ddp-graph")},
+        "sum": {
+            "mib": _runs("ddp-all-reduce")[0]["all_reduce_bytes"] / MIB,
+            "trainer-mib": _runs("all-reduce-256M")[0]["communication"]["bucket_bytes"][0] / MIB,
+            "pytorch": MICRO * median(_runs("ddp-all-reduce")[0]["all_reduce_s"]),
+            "trainer": MICRO * _runs("all-reduce-256M")[0]["communication"]["sum_s"][0],
+        },
+        "equal": {"runs": len(equal), "losses": len({run["losses"] for run in equal})},
+        "kill": {"runs": len(kills), "longest": max(kills)},
+    }
+
+
+def _step(name: str) -> float:
+    """Median step of the slower rank, in microseconds."""
+    return median(MICRO * max(rank["step_s"] for rank in run["ranks"]) for run in _runs(name))
+
+
+@table("ranks")
+def steps() -> str:
+    """Both ranks by variant: median step with the range, host blocked, reserved memory, and memory that waits."""
+    body = []
+    for name, title in VARIANTS.items():
+        runs = _runs(name)
+        cells = []
+        for rank in (0, 1):
+            times = [MICRO * run["ranks"][rank]["step_s"] for run in runs]
+            cells.append(f"{median(times):,.0f} ({min(times):,.0f} to {max(times):,.0f})")
+        blocked = [median(MICRO * run["ranks"][rank]["blocked_s"] for run in runs) for rank in (0, 1)]
+        peaks = [
+            max(rank[key] for run in runs for rank in run["ranks"]) / MIB for key in ("reserved_peak", "pending_peak")
+        ]
+        body.append([title, *cells, f"{blocked[0]:,.0f}, {blocked[1]:,.0f}", *(f"{peak:,.1f}" for peak in peaks)])
+    head = ["", "rank 0, µs a step", "rank 1, µs a step", "host blocked, µs", "reserved, MiB", "pending, MiB"]
+    return markdown(head, body)
