@@ -1,7 +1,7 @@
 //! Several GPUs: a run of several processes, one a GPU, that train one network on parts of each batch.
 //!
 //! [`Group`] connects the ranks on the host. Gradients are summed over the ranks on the devices: by NCCL on GPUs, over simulated
-//! links on simulated ones ([`Device::all_reduce`](crate::device::Device::all_reduce)).
+//! links on simulated ones (`Device::all_reduce`).
 
 mod environment;
 mod frame;

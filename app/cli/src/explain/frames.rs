@@ -141,7 +141,10 @@ fn is_native(name: &str, file: &str) -> bool {
 pub(super) fn is_program_source(file: &str) -> bool {
     let file = &*slashes(file);
     let source = [".c", ".cc", ".cpp", ".cxx", ".cu", ".cuh", ".h", ".hpp"].iter().any(|end| file.ends_with(end));
-    source && !["/sysdeps/", "/csu/", "/nptl/", "/usr/include/", "/Objects/", "/Python/"].iter().any(|part| file.contains(part))
+    source
+        && !["/sysdeps/", "/csu/", "/nptl/", "/usr/include/", "/Objects/", "/Python/"]
+            .iter()
+            .any(|part| file.contains(part))
 }
 
 /// Whether a file belongs to Python's standard library.
