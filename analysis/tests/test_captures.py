@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vramlab_analysis import captures, driver_trace, samples
+from vramlab_analysis import captures, driver_trace, repository
 from vramlab_analysis.captures import Capture
 from vramlab_analysis.driver_trace import OwnCall, OwnTrace
 from vramlab_analysis.errors import AnalysisError, read_bytes
@@ -22,7 +22,7 @@ WITH_RANGES = [name for name in FOLDERS if "2048" not in name]
 
 
 def recorded(name: str) -> Capture:
-    if not (samples.built("vramlab") or shutil.which("vramlab")):
+    if not (repository.built("vramlab") or shutil.which("vramlab")):
         pytest.skip("the program vramlab is not built")
     return captures.load(ROOT / name)
 
@@ -235,7 +235,7 @@ def test_the_log_of_a_run_may_be_beside_the_tables(tmp_path: Path) -> None:
 
 
 def test_without_the_program_one_line_says_how_to_build_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samples, "built", lambda _: None)
+    monkeypatch.setattr(repository, "built", lambda _: None)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(AnalysisError, match=r"^captures are read by .* cargo build [^\n]*$"):
         captures.load(tmp_path / "x.sqlite")

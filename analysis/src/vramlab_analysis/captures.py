@@ -14,7 +14,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from vramlab_analysis import samples
+from vramlab_analysis import repository
 from vramlab_analysis.errors import AnalysisError
 
 Row = dict[str, Any]
@@ -78,7 +78,7 @@ def program() -> Path:
 
     Raises AnalysisError when there is none.
     """
-    found = samples.built("vramlab") or shutil.which("vramlab")
+    found = repository.built("vramlab") or shutil.which("vramlab")
     if found is None:
         raise AnalysisError(
             "captures are read by the program vramlab, which is not built: cargo build --release -p vramlab-cli"

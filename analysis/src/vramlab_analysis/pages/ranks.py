@@ -78,7 +78,7 @@ def values() -> Mapping[str, Any]:
 
 def _step(name: str) -> float:
     """Median step of the slower rank, in microseconds."""
-    return median(MICRO * max(rank["step_s"] for rank in run["ranks"]) for run in _runs(name))
+    return float(median(MICRO * max(rank["step_s"] for rank in run["ranks"]) for run in _runs(name)))
 
 
 @table("ranks")
