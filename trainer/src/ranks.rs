@@ -222,11 +222,11 @@ impl BufferRule {
     #[must_use]
     pub fn waits(self) -> &'static str {
         match self {
-            Self::Kept => "nothing: the buffers are freed at the end of the run",
+            Self::Kept => "nothing waits; the buffers are freed at the end of the run",
             Self::RecordStream => {
-                "a freed block, until an event behind the sum on the communication stream has completed"
+                "a freed buffer stays pending until its sum on the communication stream has completed"
             }
-            Self::Events => "the compute stream, until the event behind the sum; the block is free behind the update",
+            Self::Events => "the compute stream waits for the sum; the buffer can be reused after the update",
         }
     }
 }

@@ -113,17 +113,17 @@ fn ranks(summary: &Summary, page: &mut Page) {
     }
     page.title(format!("{} ranks", summary.ranks.len()));
     page.table(&table);
-    if let Some(CommunicationRecord { backend, version, bucket_bytes, buffers, waits, .. }) = &summary.communication {
+    if let Some(CommunicationRecord { version, bucket_bytes, buffers, waits, .. }) = &summary.communication {
         let total: u64 = bucket_bytes.iter().sum();
         let plural = if bucket_bytes.len() == 1 { "" } else { "s" };
         page.note(format!(
-            "gradients: {} in {} bucket{plural} by {backend}{}; buffers {}; what waits: {waits}",
+            "gradients: {} in {} bucket{plural}, summed {}; --buffers {}: {waits}",
             Bytes(total),
             bucket_bytes.len(),
-            version.as_ref().map(|version| format!(" {version}")).unwrap_or_default(),
+            version.as_ref().map_or_else(|| "over simulated links".to_owned(), |version| format!("by NCCL {version}")),
             buffers.name()
         ));
-        page.note("pending: freed, and waiting for other streams");
+        page.note("peak pending: freed memory that waits for other streams");
     }
 }
 
