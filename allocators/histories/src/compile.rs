@@ -10,7 +10,7 @@
 //! | 4 | `causes` | the windows and the settings | why segments were released, and when frees completed |
 //! | 5 | `streams` | deferred frees | the stream that delayed each |
 //! | 6 | `sizes`, `ages` | the initial memory, and the placements | sizes of its blocks, ages of its segments |
-//! | 7 | `pools` | the placements, and the pools that the end names | the private pool of each allocation |
+//! | 7 | `pools` | the placements, and the known names of pools | the private pool of each allocation |
 //! | 8 | `out_of_memory` | failed requests, the recorded memory | the memory state at each |
 //!
 //! [`HistoryBuilder::push`] is the first stage and [`HistoryBuilder::finish`] runs the others. The operations are in a
@@ -34,7 +34,7 @@ mod windows;
 
 use self::beginning::LookBack;
 use self::transcript::Transcript;
-use crate::formats::{Event, Segment, SegmentBlock, Summary};
+use crate::formats::{Event, Segment, SegmentBlock, SegmentPool, Summary};
 use crate::history::{Beginning, History, Kind, Op, ReplayError, SegmentEvent, StartBlock, StartSegment};
 use std::sync::Arc;
 use vramlab_device::budget::{Budget, OverBudget};
@@ -47,6 +47,8 @@ pub struct HistoryBuilder {
     transcript: Transcript,
     /// Segments after the last event, if known.
     ending: Option<Vec<Segment>>,
+    /// Pools of the events of segments.
+    segment_pools: Vec<SegmentPool>,
     /// Whether the recording begins with its program.
     complete: bool,
     /// Whether events are missing after the last one.
@@ -58,7 +60,7 @@ impl HistoryBuilder {
     #[must_use]
     pub fn new(device: Option<u16>) -> Self {
         let transcript = Transcript::new(device, &Budget::default());
-        Self { transcript, ending: None, complete: false, breaks_off: false }
+        Self { transcript, ending: None, segment_pools: Vec::new(), complete: false, breaks_off: false }
     }
 
     /// Draws on this budget, which may be the reader's. The [`History`] keeps its claim until it is dropped. Without it the
@@ -98,15 +100,29 @@ impl HistoryBuilder {
         Ok(())
     }
 
+    /// Sets the pools of the events of segments ([`Summary::segment_pools`]; other devices are ignored). If every event of a
+    /// segment has one, [`finish`](Self::finish) need not infer the private pools.
+    ///
+    /// # Errors
+    /// [`ReplayError::TooLarge`] when the [budget](Self::within) is used up.
+    pub fn names_pools(&mut self, pools: &[SegmentPool]) -> Result<(), ReplayError> {
+        let Transcript { device, claim, .. } = &mut self.transcript;
+        let pools = pools.iter().filter(|named| device.is_none_or(|device| device == named.device));
+        // Some are copied again when the recording ends.
+        claim.add(2 * pools.clone().count() * size_of::<SegmentPool>())?;
+        self.segment_pools = pools.copied().collect();
+        Ok(())
+    }
+
     /// A copy with the same events, which [`finish`](Self::finish) can compile under other settings without a second pass over
     /// the events. O(n).
     ///
     /// # Errors
     /// [`OverBudget`] when the [budget](Self::within) has no room for the copy.
     pub fn copy(&self) -> Result<Self, OverBudget> {
-        let Self { transcript, ending, complete, breaks_off } = self;
-        let transcript = transcript.copy()?;
-        Ok(Self { transcript, ending: ending.clone(), complete: *complete, breaks_off: *breaks_off })
+        let Self { transcript, ending, segment_pools, complete, breaks_off } = self;
+        let (ending, segment_pools) = (ending.clone(), segment_pools.clone());
+        Ok(Self { transcript: transcript.copy()?, ending, segment_pools, complete: *complete, breaks_off: *breaks_off })
     }
 
     /// Takes the next event. O(log n) in the blocks that are live.
@@ -129,15 +145,16 @@ impl HistoryBuilder {
     /// [`MAX_STREAMS`](crate::history::MAX_STREAMS) further streams. [`ReplayError::TooLarge`] when the
     /// [budget](Self::within) is used up.
     pub fn finish(self, settings: &CachingSettings) -> Result<History, ReplayError> {
-        let Self { mut transcript, ending, complete, breaks_off } = self;
+        let Self { mut transcript, ending, segment_pools, complete, breaks_off } = self;
         transcript.end(breaks_off)?;
         transcript.make_room_to_finish(ending.as_deref())?;
         if complete {
             transcript.check_complete()?;
         }
+        let pools = pools::named_by_events(segment_pools, &transcript.timeline.segments);
         // Stage 2: the memory before recording started.
-        let LookBack { mut beginning, names, unseen, pending_at_end } = LookBack::of(&mut transcript, ending)?;
-        let names = names.as_deref();
+        let LookBack { mut beginning, names, unseen, pending_at_end } = LookBack::of(&mut transcript, ending, pools)?;
+        let names = names.as_ref();
         // Stages 3 and 4: why segments were released, and when frees completed.
         memory::find_held_up_sizes(&mut transcript, &beginning, settings)?;
         let before = beginning.reserved();

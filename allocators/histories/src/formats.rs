@@ -41,7 +41,7 @@ pub use placements::{BlockPlace, Placements};
 pub use read::{read, read_from, read_origins, read_origins_from};
 pub use rmm::RmmWriter;
 pub use segment::{Segment, SegmentBlock};
-pub use summary::{Cut, OriginSink, ReadOptions, Sink, Summary};
+pub use summary::{Cut, OriginSink, ReadOptions, SegmentPool, Sink, Summary};
 pub use vramlab_policies::contract::{Action, Event};
 pub use words::Keys;
 pub use write::{Ending, TraceWriter, WriteError, WriteProblem};

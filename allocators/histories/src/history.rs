@@ -243,6 +243,8 @@ pub(crate) struct SegmentEvent {
     pub(crate) part: Option<PoolKind>,
     /// The operation inside which it happened.
     pub(crate) op: u32,
+    /// Number of its event among those of the device, from 1; 0 for memory from before recording started.
+    pub(crate) event: u64,
     /// Whether it was released.
     pub(crate) released: bool,
     /// Whether only a refusal of the device explains it, so that a replay must refuse as well.
@@ -252,7 +254,7 @@ pub(crate) struct SegmentEvent {
 impl SegmentEvent {
     /// A segment allocated before the first operation.
     pub(crate) fn made(addr: u64, bytes: u64, stream: u64) -> Self {
-        Self { addr, bytes, stream, part: None, op: 0, released: false, refused: false }
+        Self { addr, bytes, stream, part: None, op: 0, event: 0, released: false, refused: false }
     }
 
     /// The release of this memory.

@@ -125,6 +125,7 @@ impl TraceBuilder {
             None if summary.cut.is_some() => self.builder.breaks_off(),
             None => self.builder.expect_complete(),
         }
+        self.builder.names_pools(&summary.segment_pools)?;
         let mut settings = recorded_settings(&summary.allocator_settings)?;
         settings.memory_limit = limit.or(settings.memory_limit);
         Ok(Trace {

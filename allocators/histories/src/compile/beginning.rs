@@ -3,11 +3,11 @@
 //! It follows backwards from the segments after the last event. Segments that the recording releases and did not allocate existed
 //! before, and so did segments at the end that it did not allocate.
 
-use super::pools::NamedRange;
+use super::pools::PoolNames;
 use super::timeline::Pending;
 use super::transcript::{Transcript, wrong};
 use super::{ages, sizes};
-use crate::formats::{Origin, Segment};
+use crate::formats::{Origin, Segment, SegmentPool};
 use crate::history::{Beginning, Kind, ReplayError, StartBlock, StartSegment};
 use crate::memory::InitialBlock;
 use std::collections::HashMap;
@@ -18,8 +18,8 @@ use vramlab_policies::contract::{BlockState, GUARANTEED_ALIGN};
 #[derive(Debug)]
 pub(super) struct LookBack {
     pub(super) beginning: Beginning,
-    /// The private pools that the end names, if it names all.
-    pub(super) names: Option<Vec<NamedRange>>,
+    /// The known private pools.
+    pub(super) names: Option<PoolNames>,
     /// Error for ranges of expandable segments that were mapped before recording started.
     pub(super) unseen: Option<String>,
     /// Operations of frees whose blocks are pending at the end, in order.
@@ -27,9 +27,13 @@ pub(super) struct LookBack {
 }
 
 impl LookBack {
-    /// `ending` has the segments after the last event, if known. Adds blocks with pending frees from before recording started to
+    /// `ending` has the segments after the last event, if known, and `pools` the pools of segment events, if all have one. Adds blocks with pending frees from before recording started to
     /// the transcript's timeline.
-    pub(super) fn of(transcript: &mut Transcript, ending: Option<Vec<Segment>>) -> Result<Self, ReplayError> {
+    pub(super) fn of(
+        transcript: &mut Transcript,
+        ending: Option<Vec<Segment>>,
+        pools: Option<Vec<SegmentPool>>,
+    ) -> Result<Self, ReplayError> {
         let mut beginning = Beginning::default();
         let device = transcript.device;
         let ending = ending.map(|mut ending| {
@@ -37,14 +41,15 @@ impl LookBack {
             ending.sort_by_key(|segment| segment.address);
             ending
         });
+        let names = PoolNames::of(ending.as_deref(), pools);
         beginning.blocks.extend(transcript.unknown.iter().map(|unknown| unknown.block));
         for released in std::mem::take(&mut transcript.segments.departed) {
             let stream =
                 transcript.slots.stream(released.stream).map_err(|problem| wrong(transcript.number, problem))?;
             let (addr, bytes, pool) = (released.addr, released.bytes, released.pool());
-            beginning.segments.push(StartSegment { addr, bytes, stream, pool, age: 0, private: 0 });
+            let private = names.as_ref().map_or(0, |names| names.number_of_event(&released));
+            beginning.segments.push(StartSegment { addr, bytes, stream, pool, age: 0, private });
         }
-        let names = ending.as_deref().and_then(NamedRange::of);
         let state = match &ending {
             Some(ending) => Ending::of(transcript, ending),
             None => Err("it lacks the segments at its end"),
@@ -54,7 +59,7 @@ impl LookBack {
             Ok(state) => {
                 pending_at_end.extend(state.waiting.iter().map(|(free, _)| *free));
                 pending_at_end.sort_unstable();
-                let added = add_ending(transcript, &state, names.as_deref(), &mut beginning);
+                let added = add_ending(transcript, &state, names.as_ref(), &mut beginning);
                 added.map_err(|problem| wrong(transcript.number, problem))?;
                 None
             }
@@ -72,13 +77,13 @@ impl LookBack {
 fn add_ending(
     transcript: &mut Transcript,
     state: &Ending<'_>,
-    names: Option<&[NamedRange]>,
+    names: Option<&PoolNames>,
     beginning: &mut Beginning,
 ) -> Result<(), String> {
     for segment in &state.segments {
         let stream = transcript.slots.stream(segment.stream)?;
         let (addr, bytes, pool) = (segment.address, segment.total_size, segment.segment_type);
-        let private = names.map_or(0, |names| NamedRange::number_at(names, addr));
+        let private = names.map_or(0, |names| names.number_at(addr));
         beginning.segments.push(StartSegment { addr, bytes, stream, pool, age: 0, private });
     }
     for &InitialBlock { addr, requested, bytes, stream, .. } in state.blocks.iter().filter(|block| !block.pending) {
@@ -104,7 +109,7 @@ fn add_ending(
 pub(super) fn complete(
     transcript: &mut Transcript,
     beginning: &mut Beginning,
-    names: Option<&[NamedRange]>,
+    names: Option<&PoolNames>,
     settings: &CachingSettings,
 ) -> Result<(), ReplayError> {
     // In the order of their completion, which keeps the number of streams low.

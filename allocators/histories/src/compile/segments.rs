@@ -87,13 +87,13 @@ impl Segments {
         event
     }
 
-    /// A segment was released. Returns whether the recording had allocated it.
-    pub(super) fn release(&mut self, event: &Event) -> (SegmentEvent, bool) {
+    /// A segment was released, in the event of this number. Returns whether the recording had allocated it.
+    pub(super) fn release(&mut self, event: &Event, number: u64) -> (SegmentEvent, bool) {
         let Event { addr, bytes, stream, .. } = *event;
         let (known_bytes, end) = (self.reserved_segments.remove(&addr), addr + bytes);
         let known = |ranges: &Ranges| ranges.overlaps(addr, end);
         let departed = known_bytes.is_none() && bytes > 0 && addr > 0 && !known(&self.made) && !known(&self.left);
-        let event = SegmentEvent::made(addr, bytes, stream).released();
+        let event = SegmentEvent { event: number, ..SegmentEvent::made(addr, bytes, stream).released() };
         if departed {
             self.left.insert(addr, end);
             self.departed.push(event);

@@ -10,7 +10,7 @@
 //! So the recorded placements are followed, and an extra that they contradict grows to the smallest one that they allow. As that
 //! may contradict an earlier placement, they are followed again until nothing changes.
 
-use super::pools::NamedRange;
+use super::pools::PoolNames;
 use super::timeline::{Operation, Placements, Timeline};
 use crate::history::{Beginning, Kind, Op, SegmentEvent, StartBlock, StartSegment};
 use crate::memory::Rules;
@@ -60,8 +60,8 @@ struct Free {
 struct Layout<'a> {
     settings: &'a CachingSettings,
     rules: Rules,
-    /// The private pools that the end names.
-    names: Option<&'a [NamedRange]>,
+    /// The known private pools.
+    names: Option<&'a PoolNames>,
     open_ends: &'a mut [OpenEnd],
     segments: BTreeMap<u64, Segment>,
     /// By first address.
@@ -87,7 +87,7 @@ struct Layout<'a> {
 pub(super) fn find(
     timeline: &Timeline,
     beginning: &mut Beginning,
-    names: Option<&[NamedRange]>,
+    names: Option<&PoolNames>,
     settings: &CachingSettings,
 ) -> Result<(), String> {
     let mut open_ends = place_blocks(&beginning.segments, &mut beginning.blocks, settings)?;
@@ -166,7 +166,7 @@ fn outside(addr: u64) -> String {
 impl<'a> Layout<'a> {
     fn new(
         settings: &'a CachingSettings,
-        names: Option<&'a [NamedRange]>,
+        names: Option<&'a PoolNames>,
         open_ends: &'a mut [OpenEnd],
         beginning: &Beginning,
         budget: u64,
@@ -370,7 +370,7 @@ impl Placements for Layout<'_> {
             self.search(op.stream(), op.value, (u64::MAX, u64::MAX));
         }
         for segment in segments.iter().filter(|event| event.part.is_none()) {
-            let private = self.names.is_some_and(|names| NamedRange::number_at(names, segment.addr) > 0);
+            let private = self.names.is_some_and(|names| names.number_of(segment) > 0);
             self.segment_event(segment, op.stream(), private);
         }
         if let Some(addr) = block {

@@ -5,7 +5,7 @@ use super::slots::Slots;
 use super::timeline::{Frees, Refusal, Refusals, Timeline, free_op};
 use super::windows::{End, Windows};
 use crate::formats::{Action, Event};
-use crate::history::{BY_DEVICE, Kind, MAX_BYTES, NO_STREAM, Op, Release, ReplayError, StartBlock};
+use crate::history::{BY_DEVICE, Kind, MAX_BYTES, NO_STREAM, Op, Release, ReplayError, SegmentEvent, StartBlock};
 use crate::steps;
 use vramlab_device::budget::{Budget, Claim, OverBudget};
 
@@ -344,13 +344,13 @@ impl Transcript {
         let (change, known) = match event.action {
             Action::SegmentAlloc => (self.segments.make(event)?, true),
             Action::SegmentMap => (self.segments.map(event)?, true),
-            Action::SegmentFree => self.segments.release(event),
+            Action::SegmentFree => self.segments.release(event, self.number),
             _ => self.segments.unmap(event),
         };
         if !known {
             self.outside.get_or_insert(self.number);
         }
-        self.windows.add_segment(change, reserved);
+        self.windows.add_segment(SegmentEvent { event: self.number, ..change }, reserved);
         Ok(())
     }
 

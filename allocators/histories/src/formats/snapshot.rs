@@ -184,8 +184,9 @@ impl<'r, 's> Assembly<'r, 's> {
     /// Builds a tuple of the values from `from` on.
     pub(super) fn tuple(&mut self, from: usize) -> Result<(), ReadError> {
         let key = from.checked_sub(1).map(|key| self.stack[key]);
+        let is_name = matches!(key, Some(Value::Word(key)) if key.is_pool_key());
         let tuple = match self.stack[from..] {
-            [Value::Int(first), Value::Int(second)] if key == Some(Value::Word(Word::SegmentPoolId)) => {
+            [Value::Int(first), Value::Int(second)] if is_name => {
                 // PyTorch counts pools from 1; larger values are not names of pools.
                 let pair = u32::try_from(first).ok().zip(u32::try_from(second).ok());
                 pair.map_or(Value::Opaque, |(first, second)| Value::Pair(first, second))

@@ -8,7 +8,6 @@ use super::input::Input;
 use super::list::Reader;
 use super::snapshot::{Assembly, Value};
 use super::summary::Receiver;
-use super::words::Word;
 use super::{Format, ReadError, ReadOptions, Summary};
 use crate::steps;
 use serde::de::{DeserializeSeed, Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
@@ -110,7 +109,7 @@ impl<'de> Visitor<'de> for Next<'_, '_, '_> {
     fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<(), A::Error> {
         let Self(reading) = self;
         // JSON writes pairs as lists.
-        let pair = reading.built.stack.last() == Some(&Value::Word(Word::SegmentPoolId));
+        let pair = matches!(reading.built.stack.last(), Some(Value::Word(key)) if key.is_pool_key());
         if !pair {
             reading.run(Assembly::list)?;
         }

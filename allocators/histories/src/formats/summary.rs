@@ -26,6 +26,8 @@ pub struct Summary {
     pub unknown_actions: u64,
     /// Segments at the end; empty for formats without them.
     pub segments: Vec<Segment>,
+    /// Pools of the events that allocate or release segments, in the order of the file: PyTorch 2.12 and later record them.
+    pub segment_pools: Vec<SegmentPool>,
     /// PyTorch's `allocator_settings`; empty for other formats.
     pub allocator_settings: serde_json::Map<String, serde_json::Value>,
     /// Number of PyTorch's `external_annotations`.
@@ -38,6 +40,17 @@ pub struct Summary {
     pub bytes: u64,
     /// Where the file was truncated, if it is a snapshot that can be read as far as possible.
     pub cut: Option<Cut>,
+}
+
+/// The pool of an event that allocates, maps, unmaps or releases a segment (`pool_id`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SegmentPool {
+    /// Device.
+    pub device: u16,
+    /// Number of the event, from 1 among those of the device.
+    pub event: u64,
+    /// The pool in PyTorch's notation: both zero for the default pool.
+    pub pool: (u64, u64),
 }
 
 /// Position at which a snapshot was truncated, because the program that wrote it was killed or a copy was incomplete.
@@ -75,6 +88,7 @@ impl Summary {
             events: Vec::new(),
             unknown_actions: 0,
             segments: Vec::new(),
+            segment_pools: Vec::new(),
             allocator_settings: serde_json::Map::new(),
             external_annotations: 0,
             host: HostMemory::default(),

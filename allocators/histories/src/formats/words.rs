@@ -87,12 +87,20 @@ impl Word {
 
     /// Whether the value of this key is skipped.
     pub(crate) fn is_opaque(self) -> bool {
-        matches!(self, Word::Frames | Word::ForwardFrames | Word::CompileContext | Word::PoolId)
+        matches!(self, Word::Frames | Word::ForwardFrames | Word::CompileContext)
     }
 
     /// Whether it is a key of an event that the reader needs.
     pub(crate) fn is_event_key(self) -> bool {
-        matches!(self, Word::Action | Word::Addr | Word::Size | Word::Stream | Word::TimeUs | Word::DeviceFree)
+        matches!(
+            self,
+            Word::Action | Word::Addr | Word::Size | Word::Stream | Word::TimeUs | Word::DeviceFree | Word::PoolId
+        )
+    }
+
+    /// Whether the value of this key is the name of a pool: a pair of numbers.
+    pub(crate) fn is_pool_key(self) -> bool {
+        matches!(self, Word::SegmentPoolId | Word::PoolId)
     }
 
     /// Whether it is a key of an event's origin.

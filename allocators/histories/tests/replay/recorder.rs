@@ -7,7 +7,7 @@ use vramlab_device::{CallArguments, CallOutcome, Hook, HookedDriver};
 use vramlab_device::{
     CallKind, DeviceAddr, Driver, DriverResult, EventId, SimDriver, StreamId, VmmDriver, sim::SimMemory,
 };
-use vramlab_histories::formats::{Action, Event, Segment};
+use vramlab_histories::formats::{Action, Event, Segment, SegmentPool};
 use vramlab_policies::backends::{CachingSettings, caching};
 use vramlab_policies::{Block, DeviceAllocator, PrivatePool, Selection, Snapshot};
 
@@ -15,6 +15,10 @@ use vramlab_policies::{Block, DeviceAllocator, PrivatePool, Selection, Snapshot}
 #[derive(Debug, Default)]
 struct Log {
     events: Vec<Event>,
+    /// Pools of the events of segments.
+    segment_pools: Vec<SegmentPool>,
+    /// Number of allocations in private pools.
+    pool_allocations: u64,
     /// Pending frees, by event.
     waiting: HashMap<EventId, u64>,
     /// By block: size, stream, missing events.
@@ -53,16 +57,16 @@ unsafe impl Hook for Watch {
             (true, CallKind::MemAlloc) => {
                 let addr = outcome.addr.unwrap().get();
                 log.sizes.insert(addr, (arguments.bytes, log.stream, log.pool));
-                log.events.push(event(Action::SegmentAlloc, addr, arguments.bytes, log.stream));
+                log.segment(event(Action::SegmentAlloc, addr, arguments.bytes, log.stream), log.pool);
             }
             (true, CallKind::MemFree) => {
                 let addr = arguments.addr.unwrap().get();
-                let (bytes, stream, _) = log.sizes.remove(&addr).unwrap();
-                log.events.push(event(Action::SegmentFree, addr, bytes, stream));
+                let (bytes, stream, pool) = log.sizes.remove(&addr).unwrap();
+                log.segment(event(Action::SegmentFree, addr, bytes, stream), pool);
             }
             (true, CallKind::MemSetAccess) => {
                 let addr = arguments.addr.unwrap().get();
-                log.events.push(event(Action::SegmentMap, addr, arguments.bytes, log.stream));
+                log.segment(event(Action::SegmentMap, addr, arguments.bytes, log.stream), log.pool);
                 log.map(addr, addr + arguments.bytes);
             }
             (true, CallKind::MemUnmap) => {
@@ -96,6 +100,12 @@ unsafe impl Hook for Watch {
 }
 
 impl Log {
+    fn segment(&mut self, event: Event, pool: u64) {
+        self.events.push(event);
+        let number = self.events.len() as u64;
+        self.segment_pools.push(SegmentPool { device: 0, event: number, pool: (0, pool) });
+    }
+
     /// A range was mapped; adjacent ones coalesce.
     fn map(&mut self, mut addr: u64, mut end: u64) {
         if let Some(behind) = self.mapped.remove(&end) {
@@ -114,10 +124,10 @@ impl Log {
         for (start, end) in [(first, addr), (addr + bytes, until)].into_iter().filter(|(start, end)| start < end) {
             self.mapped.insert(start, end);
         }
-        let (_, &(_, stream, _)) = self.ranges.range(..=addr).next_back().unwrap();
+        let (_, &(_, stream, pool)) = self.ranges.range(..=addr).next_back().unwrap();
         match self.events.last_mut() {
             Some(last) if last.action == Action::SegmentUnmap && last.addr + last.bytes == addr => last.bytes += bytes,
-            _ => self.events.push(event(Action::SegmentUnmap, addr, bytes, stream)),
+            _ => self.segment(event(Action::SegmentUnmap, addr, bytes, stream), pool),
         }
     }
 }
@@ -203,6 +213,7 @@ impl Recorder {
         match allocate(self.caching.as_ref(), bytes, self.streams[stream]) {
             Ok(block) => {
                 self.log(event(Action::Alloc, block.addr().get(), bytes, Self::handle(stream)));
+                self.watch.hook().0.lock().unwrap().pool_allocations += u64::from(self.routes[stream].is_some());
                 self.live.push((block, stream, false));
                 true
             }
@@ -267,6 +278,16 @@ impl Recorder {
             segment.pool_id = Some((0, *pool));
         }
         segments
+    }
+
+    /// The pools of the events of segments, as PyTorch 2.12 records them.
+    pub(crate) fn segment_pools(&self) -> Vec<SegmentPool> {
+        self.watch.hook().0.lock().unwrap().segment_pools.clone()
+    }
+
+    /// Number of allocations in private pools.
+    pub(crate) fn pool_allocations(&self) -> u64 {
+        self.watch.hook().0.lock().unwrap().pool_allocations
     }
 
     pub(crate) fn events(&self) -> Vec<Event> {

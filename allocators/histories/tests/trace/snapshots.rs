@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io::{Cursor, Read};
 use std::path::{Path, PathBuf};
 use vramlab_histories::formats::{
-    Action, Ending, Event, Export, Format, Frame, Origin, ReadOptions, StackId, TextId, read_origins_from,
+    Action, Ending, Event, Export, Format, Frame, Origin, ReadOptions, SegmentPool, StackId, TextId, read_origins_from,
 };
 use vramlab_policies::{BlockState, PoolKind};
 
@@ -313,5 +313,75 @@ fn numbers_of_every_length_read_alike_byte_by_byte() {
             bytes.extend(b"\x8c\x04sizeK\x20ueau.");
             assert_same(&format!("{length} bytes, the last {top:#x}"), &bytes);
         }
+    }
+}
+
+/// A pickle of protocol 2 with the value of a JSON document; lists of two numbers are tuples.
+pub(super) fn pickle(value: &Value) -> Vec<u8> {
+    fn text(out: &mut Vec<u8>, text: &str) {
+        out.push(b'X');
+        out.extend((text.len() as u32).to_le_bytes());
+        out.extend(text.as_bytes());
+    }
+    fn write(out: &mut Vec<u8>, value: &Value) {
+        match value {
+            Value::Null => out.push(b'N'),
+            Value::Bool(value) => out.push(if *value { 0x88 } else { 0x89 }),
+            Value::Number(value) => {
+                out.extend([0x8a, 8]);
+                out.extend(value.as_i64().unwrap().to_le_bytes());
+            }
+            Value::String(value) => text(out, value),
+            Value::Array(pair) if pair.len() == 2 && pair.iter().all(Value::is_number) => {
+                pair.iter().for_each(|value| write(out, value));
+                out.push(0x86);
+            }
+            Value::Array(values) => {
+                out.extend(b"](");
+                values.iter().for_each(|value| write(out, value));
+                out.push(b'e');
+            }
+            Value::Object(pairs) => {
+                out.extend(b"}(");
+                for (key, value) in pairs {
+                    text(out, key);
+                    write(out, value);
+                }
+                out.push(b'u');
+            }
+        }
+    }
+    let mut out = vec![0x80, 2];
+    write(&mut out, value);
+    out.push(b'.');
+    out
+}
+
+/// Both files with the value.
+pub(super) fn both(value: &Value) -> [Vec<u8>; 2] {
+    [value.to_string().into_bytes(), pickle(value)]
+}
+
+#[test]
+fn pools_of_segment_events_are_read() {
+    let event = |action: &str, pool: Option<Value>| {
+        let mut event = serde_json::json!({"action": action, "addr": 4096, "size": 512, "stream": 0, "time_us": 1});
+        event.as_object_mut().unwrap().extend(pool.map(|pool| ("pool_id".to_owned(), pool)));
+        event
+    };
+    let mine = || Some(serde_json::json!([0, 7]));
+    let events = [
+        event("segment_alloc", Some(serde_json::json!([0, 0]))),
+        event("alloc", mine()),
+        event("segment_free", None),
+        event("segment_map", mine()),
+        event("segment_unmap", Some(serde_json::json!("none"))),
+    ];
+    let snapshot = serde_json::json!({"segments": [], "device_traces": [[], events]});
+    for file in both(&snapshot) {
+        let (events, summary) = read_bytes(&file).unwrap();
+        assert_eq!(events.len(), 5);
+        let named = |event, pool| SegmentPool { device: 1, event, pool: (0, pool) };
+        assert_eq!(summary.segment_pools, [named(1, 0), named(4, 7)]);
     }
 }

@@ -1,7 +1,7 @@
 //! Evidence of the recorded placements about pools: segments and ranges that cannot be of one pool.
 
 use super::super::timeline::{Operation, Placements};
-use super::{DEFAULT, Effort, NamedRange};
+use super::{DEFAULT, Effort, NamedRange, PoolNames};
 use crate::history::{Kind, Op, SegmentEvent};
 use crate::memory::Rules;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -23,7 +23,7 @@ pub(super) struct Region {
     addr: u64,
     end: u64,
     reserved: bool,
-    /// Its pool, if the snapshot contains it.
+    /// Its pool, if the recording names it.
     pub(super) name: Option<(u64, u64)>,
     /// First and last operation that used it.
     pub(super) first: u32,
@@ -86,6 +86,7 @@ struct FreeBlocks {
 #[derive(Debug)]
 pub(super) struct Evidence<'a> {
     settings: &'a CachingSettings,
+    names: &'a PoolNames,
     rules: Rules,
     /// Handles of streams by number.
     pub(super) streams: &'a [u64],
@@ -122,9 +123,15 @@ fn handle_bytes(class: PoolKind) -> u64 {
 }
 
 impl<'a> Evidence<'a> {
-    pub(super) fn new(settings: &'a CachingSettings, streams: &'a [u64], claim: &'a mut Claim) -> Self {
+    pub(super) fn new(
+        settings: &'a CachingSettings,
+        names: &'a PoolNames,
+        streams: &'a [u64],
+        claim: &'a mut Claim,
+    ) -> Self {
         Self {
             settings,
+            names,
             rules: Rules::pytorch(settings),
             streams,
             regions: Vec::new(),
@@ -164,6 +171,11 @@ impl<'a> Evidence<'a> {
         self.over.map_or(Ok(()), Err)
     }
 
+    /// Whether the recording names the pool of every segment.
+    pub(super) fn is_named(&self) -> bool {
+        self.names.has_events()
+    }
+
     /// Whether there are private pools: a segment of one exists at the end, or PyTorch, if it was recorded, would have used the
     /// default pool otherwise.
     pub(super) fn tells_of_pools(&self) -> bool {
@@ -171,7 +183,8 @@ impl<'a> Evidence<'a> {
         let by_itself = |release: &Returned| {
             !release.retained.is_empty() || release.released.iter().any(|released| released.private)
         };
-        named || self.strange == 0 && (!self.different.is_empty() || self.releases.iter().any(by_itself))
+        let inferred = !self.is_named() && self.strange == 0;
+        named || inferred && (!self.different.is_empty() || self.releases.iter().any(by_itself))
     }
 
     /// Assigns the known pools to segments at the end.
@@ -232,12 +245,13 @@ impl<'a> Evidence<'a> {
     /// A segment or range was allocated; returns its number if it is new.
     fn make(&mut self, event: &SegmentEvent) -> Option<u32> {
         let (addr, end) = (event.addr, event.addr + event.bytes);
-        let class = event.pool();
+        let (class, name) = (event.pool(), self.names.name_of_event(event));
         if event.part.is_some()
             && let Some((_, &number)) = self.by_address.range(..=addr).next_back()
         {
             let region = &mut self.regions[number as usize];
-            if region.expandable && (region.stream, region.class) == (event.stream, class) && addr <= region.end {
+            let same = (region.stream, region.class, region.name) == (event.stream, class, name);
+            if region.expandable && same && addr <= region.end {
                 region.end = region.end.max(end);
                 self.join_free(addr, end, number);
                 return None;
@@ -256,7 +270,7 @@ impl<'a> Evidence<'a> {
         }
         let (first, last) = (event.op, event.op);
         let stream = event.stream;
-        self.regions.push(Region { stream, class, expandable, addr, end, reserved: true, name: None, first, last });
+        self.regions.push(Region { stream, class, expandable, addr, end, reserved: true, name, first, last });
         self.by_address.insert(addr, number);
         self.add_free(addr, end, number);
         Some(number)

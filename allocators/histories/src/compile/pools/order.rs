@@ -101,6 +101,7 @@ impl<'a> Pools<'a> {
     }
 
     fn refine_by(&mut self, release: &Returned) {
+        let is_named = self.evidence.is_named();
         let first = self.take_trimmed(release);
         let mut private = self.partial.contains(&release.op);
         // The current run, by pool and run, and the pools whose runs have ended.
@@ -112,6 +113,7 @@ impl<'a> Pools<'a> {
             let mut pool = self.of[released.region as usize];
             let returns = || self.returns(&self.members[pool as usize]);
             let wrong = match pool {
+                _ if is_named => false,
                 0 => private && self.returns[released.region as usize].last < release.op,
                 _ if ended.contains(&pool) || under_way.0 == pool && under_way.1 != released.run => true,
                 _ => !*may_go.entry(pool).or_insert_with(|| returns().may_go(release.op)),

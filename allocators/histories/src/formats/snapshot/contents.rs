@@ -6,7 +6,7 @@
 use super::store::{Object, Pairs, Value, last_of};
 use super::{Assembly, Part};
 use crate::formats::words::{RawEvent, Word};
-use crate::formats::{HostMemory, Origin, ReadError, Segment, SegmentBlock};
+use crate::formats::{Action, HostMemory, Origin, ReadError, Segment, SegmentBlock, SegmentPool};
 use crate::steps;
 use vramlab_policies::contract::BlockState;
 
@@ -208,11 +208,21 @@ impl<'a, 'b> Assembly<'a, 'b> {
                 )));
             }
         }
+        let pool = last_of(&pairs, Word::PoolId);
         let origin = self.origin(&pairs)?;
         self.store.recycle(pairs);
         match raw.event(device) {
             Ok(Some(event)) => {
                 self.summary.count(device);
+                if let Some(Value::Pair(first, second)) = pool.filter(|_| is_of_segment(event.action)) {
+                    let named = SegmentPool {
+                        device,
+                        event: self.summary.events[usize::from(device)],
+                        pool: (u64::from(first), u64::from(second)),
+                    };
+                    let stored = self.retained.push(&mut self.summary.segment_pools, named);
+                    self.within(stored)?;
+                }
                 self.receiver.take(event, origin)
             }
             Ok(None) => {
@@ -399,6 +409,11 @@ impl<'a, 'b> Assembly<'a, 'b> {
         let of = if key == Word::DeviceTraces { " with one list of events for each device" } else { "" };
         items.ok_or_else(|| self.content(format!("'{key}' should be a list{of}, found {}", list.kind())))
     }
+}
+
+/// Whether the action allocates, maps, unmaps or releases a segment.
+fn is_of_segment(action: Action) -> bool {
+    matches!(action, Action::SegmentAlloc | Action::SegmentFree | Action::SegmentMap | Action::SegmentUnmap)
 }
 
 /// Sets a field; returns whether the value is invalid.
