@@ -6,9 +6,9 @@ use base64::engine::general_purpose::STANDARD;
 use base64::read::DecoderReader;
 use flate2::read::DeflateDecoder;
 use std::fs::File;
-use std::io::{BufRead, BufReader, ErrorKind, Read, Seek, SeekFrom};
+use std::io::{BufRead, BufReader, Cursor, ErrorKind, Read, Seek, SeekFrom};
 use vramlab_device::Bytes;
-use vramlab_device::budget::Budget;
+use vramlab_device::budget::{Budget, Claim};
 use zip::{CompressionMethod, ZipArchive};
 
 /// Beginning of a zip file.
@@ -20,6 +20,8 @@ const MOST_END: u64 = 22 + (1 << 16);
 /// Maximum factor of compression, beyond a constant. Recordings reach a fifth of it; a zip bomb is a file of zeros.
 const MOST_FACTOR: u64 = 250;
 const SMALL: u64 = 1 << 20;
+/// Bytes of a pipe that are read together.
+const STEP: usize = 1 << 16;
 /// Endings of the names of recordings.
 const ENDINGS: [&str; 10] = ["pickle", "pkl", "json", "jsonl", "csv", "log", "txt", "gz", "xz", "html"];
 /// Number of names in an error.
@@ -33,18 +35,55 @@ fn io(error: std::io::Error) -> ReadError {
     ReadError::at(Place::Whole, Problem::Io(error))
 }
 
-/// The bytes of a file, or of the recording in it if it is a zip archive. Pipes are passed on as they are.
+/// The bytes of a file, or of the recording in it if it is a zip archive. An archive from a pipe is kept in memory: its directory is
+/// at the end.
 ///
 /// # Errors
-/// The archive has no recording, several, or one that is encrypted or too large.
-pub(super) fn opened(mut file: File) -> Result<Box<dyn Read>, ReadError> {
-    if !file.metadata().map_err(io)?.is_file() {
-        return Ok(Box::new(file));
-    }
+/// The archive has no recording, several, or one that is encrypted or too large. One from a pipe exceeds the budget.
+pub(super) fn opened(mut file: File, budget: &Budget) -> Result<Box<dyn Read>, ReadError> {
+    let is_file = file.metadata().map_err(io)?.is_file();
     let mut begin = Vec::new();
     (&mut file).take(ZIP.len() as u64).read_to_end(&mut begin).map_err(io)?;
-    file.rewind().map_err(io)?;
-    if begin == ZIP { recording_in(file) } else { Ok(Box::new(file)) }
+    match (begin == ZIP, is_file) {
+        (true, true) => recording_in(file),
+        (true, false) => recording_in(Kept::new(begin, file, budget)?),
+        (false, true) => {
+            file.rewind().map_err(io)?;
+            Ok(Box::new(file))
+        }
+        (false, false) => Ok(Box::new(Cursor::new(begin).chain(file))),
+    }
+}
+
+/// The content of a pipe, in claimed memory.
+struct Kept {
+    content: Cursor<Vec<u8>>,
+    _claim: Claim,
+}
+
+impl Kept {
+    fn new(mut content: Vec<u8>, mut pipe: File, budget: &Budget) -> Result<Self, ReadError> {
+        let mut claim = budget.claim();
+        loop {
+            claim.reserve(&mut content, STEP).map_err(|over| ReadError::over(Place::Whole, over))?;
+            // CAST: a constant.
+            if (&mut pipe).take(STEP as u64).read_to_end(&mut content).map_err(io)? == 0 {
+                return Ok(Self { content: Cursor::new(content), _claim: claim });
+            }
+        }
+    }
+}
+
+impl Read for Kept {
+    fn read(&mut self, out: &mut [u8]) -> std::io::Result<usize> {
+        self.content.read(out)
+    }
+}
+
+impl Seek for Kept {
+    fn seek(&mut self, to: SeekFrom) -> std::io::Result<u64> {
+        self.content.seek(to)
+    }
 }
 
 /// A file in an archive.
@@ -53,7 +92,7 @@ struct Entry {
     index: usize,
 }
 
-fn recording_in(mut file: File) -> Result<Box<dyn Read>, ReadError> {
+fn recording_in<F: Read + Seek + 'static>(mut file: F) -> Result<Box<dyn Read>, ReadError> {
     check_directory(&mut file)?;
     let damaged = |error: zip::result::ZipError| refused(format!("the zip archive is damaged: {error}"));
     let mut archive = ZipArchive::new(BufReader::new(file)).map_err(damaged)?;
@@ -82,8 +121,8 @@ fn recording_in(mut file: File) -> Result<Box<dyn Read>, ReadError> {
 }
 
 /// Refuses an archive whose directory takes much memory.
-fn check_directory(file: &mut File) -> Result<(), ReadError> {
-    let length = file.metadata().map_err(io)?.len();
+fn check_directory(file: &mut (impl Read + Seek)) -> Result<(), ReadError> {
+    let length = file.seek(SeekFrom::End(0)).map_err(io)?;
     file.seek(SeekFrom::Start(length.saturating_sub(MOST_END))).map_err(io)?;
     let mut end = Vec::new();
     file.read_to_end(&mut end).map_err(io)?;

@@ -11,7 +11,7 @@ use std::path::Path;
 
 /// Reads a file of events, plain or compressed with gzip or xz, in a zip archive (also of `torch.save`) or in a page of PyTorch's memory
 /// viewer, and passes them to `sink` in the order of the file: in a snapshot
-/// of several devices, one device after the other.
+/// of several devices, one device after the other. `-` is the standard input. A zip archive from a pipe is kept within the budget.
 ///
 /// Format and compression are detected from the content. Reading takes bounded memory; the sink gets all events before an error.
 /// A truncated snapshot is read as far as possible, and [`Summary::cut`] is set.
@@ -19,7 +19,7 @@ use std::path::Path;
 /// # Errors
 /// [`ReadError`] for a file that cannot be opened, parsed or kept within `options`, and errors of the sink.
 pub fn read(path: &Path, options: &ReadOptions, sink: &mut Sink<'_>) -> Result<Summary, ReadError> {
-    named(path, || read_from(archive::opened(open(path)?)?, options, sink))
+    named(path, || read_from(archive::opened(open(path)?, &options.budget)?, options, sink))
 }
 
 /// As [`read`], from any source; the error names no file.
@@ -39,7 +39,7 @@ pub fn read_origins(
     options: &ReadOptions,
     sink: &mut OriginSink<'_>,
 ) -> Result<(Summary, Origins), ReadError> {
-    named(path, || read_origins_from(archive::opened(open(path)?)?, options, sink))
+    named(path, || read_origins_from(archive::opened(open(path)?, &options.budget)?, options, sink))
 }
 
 /// As [`read_origins`], from any source; the error names no file.
@@ -54,8 +54,9 @@ pub fn read_origins_from(
     run(source, options, sink, true)
 }
 
-/// Opens a file of events, possibly a pipe: a budget limits reading.
+/// Opens a file of events, possibly a pipe: a budget limits reading. `-` is the standard input.
 pub(super) fn open(path: &Path) -> Result<std::fs::File, ReadError> {
+    let path = if cfg!(unix) && path == Path::new("-") { Path::new("/dev/stdin") } else { path };
     vramlab_device::input::open_stream(path).map_err(|error| ReadError::at(Place::Whole, Problem::of_opening(error)))
 }
 
@@ -104,12 +105,6 @@ fn detect(input: &mut Input<'_>) -> Result<Format, ReadError> {
     input.ensure(lines::LONGEST_LINE)?;
     let bytes = &input.buffered()[..input.buffered().len().min(lines::LONGEST_LINE)];
     let text = bytes.trim_ascii_start();
-    if text.starts_with(b"[") {
-        return Err(ReadError::content(
-            Place::Byte(0),
-            "the JSON document is a list, not a snapshot: dump torch.cuda.memory._snapshot(), not memory_snapshot()",
-        ));
-    }
     let start = Start { bytes, text: &String::from_utf8_lossy(text) };
     let format = Format::ALL.into_iter().find(|format| (format.reader().begins)(&start));
     format.ok_or_else(|| match start.header() {

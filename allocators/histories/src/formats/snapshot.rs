@@ -49,6 +49,10 @@ pub(super) struct Assembly<'r, 's> {
     block_origins: Vec<(u64, Origin)>,
     /// Offset of the next value, for errors.
     pub(super) at: u64,
+    /// Whether the snapshot is the value of `snapshot` in another dictionary, which is dropped.
+    pub(super) is_wrapped: bool,
+    /// Whether the file contains only a list of segments.
+    is_list: bool,
 }
 
 impl<'r, 's> Assembly<'r, 's> {
@@ -66,6 +70,8 @@ impl<'r, 's> Assembly<'r, 's> {
             room: Room::default(),
             block_origins: Vec::new(),
             at: 0,
+            is_wrapped: false,
+            is_list: false,
             receiver,
         }
     }
@@ -78,8 +84,43 @@ impl<'r, 's> Assembly<'r, 's> {
 
     /// Ends the file with the outermost value.
     pub(super) fn end(&mut self) -> Result<(), ReadError> {
+        if self.is_wrapped {
+            // Further keys of the dictionary around the snapshot.
+            self.cut(self.stack.len().min(self.height()));
+        }
         let top = self.pop()?;
         self.finish(top)
+    }
+
+    /// Drops the dictionary around a snapshot if the next container is its value of `snapshot`.
+    fn unwrap(&mut self) {
+        let first = matches!(self.stack.first(), Some(Value::Object(_))) && self.part.is_none() && !self.is_wrapped;
+        let is_key = self.stack.last() == Some(&Value::Word(Word::Snapshot)) && self.stack.len().is_multiple_of(2);
+        if first && is_key && matches!(self.marks[..], [] | [1]) {
+            self.cut(0);
+            self.marks.clear();
+            self.is_wrapped = true;
+        }
+    }
+
+    /// Whether an instruction completes the dictionary around the snapshot: it is set with one pair, or with all since its mark.
+    pub(super) fn ends_wrapper(&self, opcode: u8) -> bool {
+        self.is_wrapped
+            && self.marks.is_empty()
+            && (opcode == b'u' || opcode == b's' && self.stack.len() == self.height())
+    }
+
+    /// Height of the stack when the snapshot is complete.
+    fn height(&self) -> usize {
+        if self.is_list { 3 } else { 1 }
+    }
+
+    /// Pushes the list of segments that `torch.cuda.memory_snapshot()` returns as part of a snapshot without events.
+    fn list_of_segments(&mut self) -> Result<(), ReadError> {
+        self.is_list = true;
+        self.push_container(Store::dict)?;
+        self.push(Value::Word(Word::Segments))?;
+        self.push_container(Store::list)
     }
 
     /// Sets a mark: later values belong to the container below it.
@@ -90,6 +131,7 @@ impl<'r, 's> Assembly<'r, 's> {
 
     /// Pushes a new dictionary.
     pub(super) fn dict(&mut self) -> Result<(), ReadError> {
+        self.unwrap();
         if self.is_frame_next() {
             let frame = self.stacks.new_frame();
             return self.push_made(frame);
@@ -99,6 +141,10 @@ impl<'r, 's> Assembly<'r, 's> {
 
     /// Pushes a new list.
     pub(super) fn list(&mut self) -> Result<(), ReadError> {
+        self.unwrap();
+        if self.stack.is_empty() {
+            return self.list_of_segments();
+        }
         if self.is_stack_next() {
             let stack = self.stacks.new_stack();
             return self.push_made(stack);

@@ -1,4 +1,5 @@
-//! PyTorch's memory snapshot as JSON: the dictionary of `torch.cuda.memory._snapshot()` through Python's `json.dump`.
+//! PyTorch's memory snapshot as JSON: the dictionary of `torch.cuda.memory._snapshot()` through Python's `json.dump`, also as
+//! `{"snapshot": ...}`, or the list of `torch.cuda.memory_snapshot()`, which has no events.
 //!
 //! The parser's values are interpreted as those of a [pickle](super::pickle). JSON has no references, so each item of a list is
 //! processed as soon as it is complete.
@@ -16,7 +17,7 @@ use std::io::{self, Read};
 
 /// The entry in the [list](super::list).
 pub(super) const READER: Reader =
-    Reader { name: "snapshot-json", begins: |start| start.text.starts_with('{'), read, snapshot: true };
+    Reader { name: "snapshot-json", begins: |start| start.text.starts_with(['{', '[']), read, snapshot: true };
 
 /// Reads a snapshot.
 fn read(input: &mut Input<'_>, options: &ReadOptions, receiver: &mut Receiver<'_>) -> Result<Summary, ReadError> {
@@ -137,9 +138,15 @@ impl<'de> Visitor<'de> for Next<'_, '_, '_> {
             return Ok(());
         }
         reading.run(Assembly::mark)?;
+        let was_wrapped = reading.built.is_wrapped;
         while map.next_key_seed(Next(&mut *reading))?.is_some() {
             if reading.built.wants_next() {
                 map.next_value_seed(Next(&mut *reading))?;
+                if reading.built.is_wrapped && !was_wrapped {
+                    // That was the snapshot itself; this dictionary was dropped.
+                    while map.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {}
+                    return Ok(());
+                }
             } else {
                 map.next_value::<IgnoredAny>()?;
                 reading.run(|built| built.push(Value::Opaque))?;

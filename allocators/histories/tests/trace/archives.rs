@@ -1,8 +1,13 @@
 //! Recordings in zip archives and in pages of the memory viewer.
 
+use super::read_bytes;
+use super::snapshots::{both, pickle};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
+use serde_json::{Value, json};
 use std::io::{Cursor, Write};
+use std::path::Path;
+use vramlab_device::budget::Budget;
 use vramlab_histories::formats::{Action, Event, ReadOptions, read};
 use zip::CompressionMethod;
 use zip::write::{SimpleFileOptions, ZipWriter};
@@ -92,4 +97,77 @@ fn snapshot_in_a_page_of_the_memory_viewer_is_read() {
     let text = page(&files);
     let cut = text.find("base64").unwrap() + 300;
     assert!(actions(&text.as_bytes()[..cut]).is_ok_and(|actions| actions.len() < 3), "{cut}");
+}
+
+#[test]
+fn snapshot_in_a_dictionary_is_read() {
+    let snapshot: Value = serde_json::from_str(SNAPSHOT).unwrap();
+    for whole in [
+        json!({"snapshot": snapshot}),
+        json!({"rank": 3, "snapshot": snapshot}),
+        json!({"snapshot": snapshot, "step": 7, "zebra": {"a": [1, 2, 3], "b": {}}}),
+    ] {
+        for file in both(&whole) {
+            assert_eq!(actions(&file), all(), "{whole}");
+        }
+    }
+    // Python's pickler sets the only pair of a dictionary without a mark.
+    let inner = pickle(&snapshot);
+    let single = [&b"\x80\x02}X\x08\0\0\0snapshot"[..], &inner[2..inner.len() - 1], b"s."].concat();
+    assert_eq!(actions(&single), all());
+    // One that was cut short is read as far as possible.
+    let cut = single.len() - 100;
+    assert!(actions(&single[..cut]).is_ok_and(|actions| (1..3).contains(&actions.len())), "{cut}");
+    let error = actions(&pickle(&json!({"snapshot": 3}))).unwrap_err();
+    assert!(error.contains("no 'device_traces'"), "{error}");
+}
+
+#[test]
+fn list_of_segments_is_a_snapshot_without_events() {
+    let block = |size: u64, state: &str| json!({"size": size, "requested_size": size, "state": state, "frames": []});
+    let segment = |device: u64, address: u64| {
+        json!({"device": device, "address": address, "total_size": 2 << 20, "stream": 0, "segment_type": "small",
+            "segment_pool_id": [0, 1],
+            "blocks": [block(1 << 20, "active_allocated"), block(1 << 20, "inactive")]})
+    };
+    let list = json!([segment(0, 1 << 32), segment(2, 1 << 33), segment(0, 1 << 34)]);
+    for file in both(&list).into_iter().chain(both(&json!({"snapshot": list}))) {
+        let (events, summary) = read_bytes(&file).unwrap();
+        assert_eq!((events.len(), &summary.events[..]), (0, &[0, 0, 0][..]));
+        let addresses: Vec<u64> = summary.segments.iter().map(|segment| segment.address).collect();
+        assert_eq!(addresses, [1 << 32, 1 << 33, 1 << 34]);
+        assert!(summary.segments.iter().all(|segment| segment.blocks.len() == 2 && segment.pool_id == Some((0, 1))));
+    }
+    for other in [json!([1, 2, 3]), json!([{"ph": "X", "name": "kernel"}]), json!([[]])] {
+        for file in both(&other) {
+            let error = actions(&file).unwrap_err();
+            assert!(error.contains("segment") && !error.contains('\n'), "{other}: {error}");
+        }
+    }
+}
+
+/// The directory of an archive is at its end, so one from a pipe is kept in memory.
+#[cfg(target_os = "linux")]
+#[test]
+fn archive_from_a_pipe_is_read_within_the_budget() {
+    let noise: String =
+        (0..1 << 18).map(|at: u32| char::from(b' ' + (at.wrapping_mul(2_654_435_761) >> 26) as u8)).collect();
+    let files: [(&str, &[u8]); 2] = [("snapshot.json", SNAPSHOT.as_bytes()), ("notes.md", noise.as_bytes())];
+    let content = archive(&files, CompressionMethod::Stored);
+    for (limit, fits) in [(64 << 20, true), (1 << 15, false)] {
+        let (pipe, mut end) = std::io::pipe().unwrap();
+        let written = content.clone();
+        // A reader that stops early closes the pipe.
+        let writer = std::thread::spawn(move || end.write_all(&written));
+        let path = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&pipe));
+        let options = ReadOptions { budget: Budget::new(limit), ..ReadOptions::default() };
+        let mut count = 0;
+        let read = read(Path::new(&path), &options, &mut |_| {
+            count += 1;
+            Ok(())
+        });
+        drop(pipe);
+        assert_eq!((read.is_ok(), count), (fits, if fits { 3 } else { 0 }), "{limit}");
+        assert_eq!(writer.join().unwrap().is_ok(), fits);
+    }
 }

@@ -50,7 +50,7 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
             steps::count(1);
             self.built.at = self.input.offset();
             let [opcode] = self.take::<1>("the pickle, before STOP")?;
-            if opcode == b'.' {
+            if opcode == b'.' || self.built.ends_wrapper(opcode) {
                 return Ok(());
             }
             self.step(opcode)?;

@@ -289,7 +289,8 @@ impl<'a, 'b> Assembly<'a, 'b> {
         let origin = self.origin(&pairs)?;
         self.store.recycle(pairs);
         let (Some(address), Some(total_size)) = (address, total_size) else {
-            return Err(self.content("a segment has no 'address' or no 'total_size'"));
+            let of_list = if self.is_list { "; a list has to be that of torch.cuda.memory_snapshot()" } else { "" };
+            return Err(self.content(format!("a segment has no 'address' or no 'total_size'{of_list}")));
         };
         (segment.address, segment.total_size) = (address, total_size);
         segment.place_blocks();
@@ -364,14 +365,11 @@ impl<'a, 'b> Assembly<'a, 'b> {
 
     /// Interprets the remaining value when the program ends.
     pub(in crate::formats) fn finish(&mut self, top: Value) -> Result<(), ReadError> {
-        if self.store.as_list(top).is_some() {
-            return Err(self.content(
-                "the pickle holds a list, not a snapshot: write it with torch.cuda.memory._dump_snapshot, not from \
-                 torch.cuda.memory_snapshot()",
-            ));
+        if self.is_list && self.store.as_list(top).is_some() {
+            return self.finish_list();
         }
         let Some(pairs) = self.store.take_dict(top) else {
-            return Err(self.content(format!("the pickle holds {}, not a snapshot", top.kind())));
+            return Err(self.content(format!("the file contains {}, not a snapshot", top.kind())));
         };
         let mut traced = false;
         steps::count(pairs.len());
@@ -400,6 +398,17 @@ impl<'a, 'b> Assembly<'a, 'b> {
         if !traced {
             return Err(self.content("the snapshot has no 'device_traces'; it is not a snapshot, or was edited"));
         }
+        Ok(())
+    }
+
+    /// A list of segments has no events, but its devices count as devices.
+    fn finish_list(&mut self) -> Result<(), ReadError> {
+        let Some(last) = self.summary.segments.iter().map(|segment| segment.device).max() else {
+            return Err(self.content(
+                "the list is empty: dump torch.cuda.memory._snapshot(), or torch.cuda.memory_snapshot() while memory is reserved",
+            ));
+        };
+        self.summary.has_device(last);
         Ok(())
     }
 
