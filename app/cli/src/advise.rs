@@ -270,6 +270,7 @@ pub(crate) fn answer(file: &Path, recording: &Recording, limit: Option<u64>) -> 
     let run = RecordedRun::new(limit, recording, recording.builder()?)?;
     let advice = advice(file, &run, &Request::default(), false, recording)?;
     let mut out = serde_json::to_value(&advice)?;
+    out["kept"] = sentences::kept(&advice).into();
     out["happened"] = sentences::recorded_run(&advice).into();
     out["bound"] = sentences::bounds(&advice).into();
     out["not_known"] = sentences::unknown(&advice).into();

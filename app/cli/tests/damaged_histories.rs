@@ -286,6 +286,11 @@ fn event(action: &str, addr: u64, size: u64) -> Value {
     json!({"action": action, "addr": addr, "size": size, "stream": 0, "time_us": 1})
 }
 
+/// A screen without its line breaks.
+fn words(screen: &str) -> String {
+    screen.split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
 /// A snapshot whose recording begins with the `empty_cache` of an earlier run and continues with three requests.
 fn after_an_earlier_run(place: &Place) -> String {
     let mut events = vec![event("segment_free", 1 << 40, 512 * MIB), event("segment_free", 1 << 41, 512 * MIB)];
@@ -318,6 +323,11 @@ fn prior_cache_is_reported_and_saves_nothing() {
     let screen = place.run(&["advise", &file]).ok().stdout;
     assert!(screen.contains("1 GiB were cached and released before the first allocation"), "{screen}");
     assert!(screen.contains("Peak reserved without that cache: 96 MiB, 0.0 % above"), "{screen}");
+    // The page says the same as the screen.
+    let kept = "Keep the current settings; by peak reserved, minimum memory and driver time none of";
+    place.run(&["report", &file, "-o", "page.html"]).ok();
+    let page = std::fs::read_to_string(place.at("page.html")).unwrap();
+    assert!(page.contains(&format!("\"kept\":\"{kept}")) && words(&screen).contains(kept), "{screen}");
 }
 
 #[test]
@@ -340,6 +350,44 @@ fn advice_is_inconclusive_if_the_prior_cache_exceeds_the_peak() {
     assert_eq!((&advice["verdict"], &advice["saving_percent"]), (&json!("not-said"), &Value::Null), "{advice}");
     let screen = place.run(&["advise", &file, "--conf", "expandable_segments:True"]).ok().stdout;
     assert!(screen.contains("Inconclusive: ") && screen.contains("_record_memory_history"), "{screen}");
+    assert!(!screen.contains("Within the recording"), "{screen}");
+}
+
+#[test]
+fn inconclusive_advice_says_if_little_is_to_be_gained() {
+    let place = Place::new();
+    let block = |address: u64, size: u64, live: bool| {
+        let state = if live { "active_allocated" } else { "inactive" };
+        json!({"address": address, "size": size, "requested_size": if live { size } else { 0 }, "state": state})
+    };
+    let segment = |address: u64, size: u64, kind: &str, blocks: Vec<Value>| {
+        json!({"device": 0, "address": address, "total_size": size, "stream": 0, "segment_type": kind,
+            "segment_pool_id": [0, 0], "is_expandable": false, "blocks": blocks})
+    };
+    // A GiB in use and 20 MiB of cache from before; three requests are served from that cache, one from a new segment.
+    let (cache, new) = (1 << 42, 1 << 30);
+    let mut segments: Vec<Value> = [1 << 40, 1 << 41]
+        .map(|address| segment(address, 512 * MIB, "large", vec![block(address, 512 * MIB, true)]))
+        .into();
+    let mut blocks: Vec<Value> = (0..3).map(|at| block(cache + 2 * MIB * at, 2 * MIB, true)).collect();
+    blocks.push(block(cache + 6 * MIB, 14 * MIB, false));
+    segments.push(segment(cache, 20 * MIB, "large", blocks));
+    segments.push(segment(new, 2 * MIB, "small", vec![block(new, MIB, true), block(new + MIB, MIB, false)]));
+    let mut events: Vec<Value> = (0..3).map(|at| event("alloc", cache + 2 * MIB * at, 2 * MIB)).collect();
+    events.extend([event("segment_alloc", new, 2 * MIB), event("alloc", new, MIB)]);
+    let snapshot = json!({"segments": segments, "device_traces": [events], "allocator_settings": {}});
+    let file = place.write("full.json", snapshot.to_string());
+    let arguments = ["advise", &file, "--conf", "expandable_segments:True"];
+    let advice = place.run(&[&arguments[..], &["--json"]].concat()).ok().json();
+    assert_eq!(advice["verdict"], "not-said", "{advice}");
+    let [bound, peak] =
+        [&advice["lower_bound_bytes"], &advice["recorded"]["peak_reserved_bytes"]].map(|bytes| bytes.as_f64().unwrap());
+    let gain = 100.0 * (1.0 - bound / peak);
+    let screen = words(&place.run(&arguments).ok().stdout);
+    let (_, after) = screen.split_once("Within the recording no setting saves more than ").expect(&screen);
+    let (said, after) = after.split_once(" %: keep the current settings.").expect(&screen);
+    let said: f64 = said.parse().unwrap();
+    assert!(gain <= said && said < gain + 0.11 && gain > 0.0 && after.contains("Lowest peak"), "{gain}: {screen}");
 }
 
 #[test]

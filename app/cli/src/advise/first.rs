@@ -2,7 +2,7 @@
 
 use super::{Advice, Other, Outcome, Request, Verdict, advice};
 use crate::advise::recorded_run::RecordedRun;
-use crate::advise::sentences::at_least;
+use crate::advise::sentences::{at_least, kept};
 use crate::reading::ReadArgs;
 use crate::recording::Recording;
 use anyhow::Result;
@@ -91,6 +91,14 @@ fn first_of(advice: &Advice) -> First {
     }
 }
 
+/// A sentence that continues another.
+fn lower(mut sentence: String) -> String {
+    if let Some(first) = sentence.get_mut(..1) {
+        first.make_ascii_lowercase();
+    }
+    sentence
+}
+
 fn sentence(advice: &Advice) -> String {
     let Some(first) = advice.settings.first() else { return "no setting was tested".to_owned() };
     let reserved = Bytes(first.outcome.peak_reserved_bytes);
@@ -107,11 +115,11 @@ fn sentence(advice: &Advice) -> String {
             };
             format!("{} reserves {reserved}{recorded}{less}{more}", first.export)
         }
-        Verdict::Keep => {
-            let tried = advice.settings.len() + advice.also_tried.len();
-            format!("keep the current settings: none of {tried} tested saves 2 %")
+        Verdict::Keep => lower(kept(advice).unwrap_or_default()),
+        Verdict::Inconclusive => {
+            let gain = kept(advice).map_or(String::new(), |kept| format!("; {}", lower(kept)));
+            format!("inconclusive: the recording starts too late; raise --events{gain}")
         }
-        Verdict::Inconclusive => "inconclusive: the recording starts too late; raise --events".to_owned(),
         Verdict::OutOfMemory => match advice.needed_bytes {
             Some(needed) => {
                 format!("no tested setting avoids the out-of-memory; at least {} are needed", Bytes(needed))
@@ -119,5 +127,29 @@ fn sentence(advice: &Advice) -> String {
             None => "no tested setting avoids the out-of-memory".to_owned(),
         },
         Verdict::NotRecorded => "no allocation was recorded".to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    /// What `run` prints follows the ranking, as the screen of `advise` does.
+    #[test]
+    fn kept_settings_are_kept_by_the_ranking() {
+        let event =
+            |action: &str| json!({"action": action, "addr": 1 << 30, "size": 32 << 20, "stream": 0, "time_us": 1});
+        let block = json!({"size": 32 << 20, "requested_size": 32 << 20, "state": "active_allocated"});
+        let segment = json!({"device": 0, "address": 1 << 30, "total_size": 32 << 20, "stream": 0, "segment_type": "large",
+            "blocks": [block]});
+        let snapshot = json!({"segments": [segment], "device_traces": [[event("segment_alloc"), event("alloc")]]});
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("snapshot.json");
+        std::fs::write(&file, snapshot.to_string()).unwrap();
+        let first = first(&file, None).unwrap();
+        assert_eq!((first.verdict, first.conf), (Verdict::Keep, None));
+        let words = "keep the current settings; by peak reserved, minimum memory and driver time none of ";
+        assert!(first.sentence.starts_with(words) && !first.sentence.contains('%'), "{}", first.sentence);
     }
 }

@@ -3,7 +3,7 @@
 use super::evaluate::{Outcome, Setting};
 use super::evidence::Evidence;
 use super::search::Ranked;
-use super::{Advice, LimitSource, Other, Verdict, program};
+use super::{Advice, LimitSource, Other, Verdict, WORTH, program};
 use crate::explain::phases;
 use crate::replay::Bounds;
 use crate::words::{RECORD, counted};
@@ -261,7 +261,7 @@ fn settings_to_change(advice: &Advice, page: &mut Page) {
                 format!("No setting avoids the out-of-memory ({settings} tested). Minimum memory: {needed}, under:"),
             );
         }
-        Verdict::Keep => paragraph(page, keep(advice, first, tried)),
+        Verdict::Keep => paragraph(page, keep(advice, first, tried) + ":"),
         Verdict::Inconclusive => {
             let why = advice.evidence.inconclusive(first.outcome.peak_reserved_bytes);
             match advice.of_pytorch {
@@ -270,6 +270,9 @@ fn settings_to_change(advice: &Advice, page: &mut Page) {
                     RECORD.iter().for_each(|line| paragraph(page, line));
                 }
                 false => paragraph(page, format!("Inconclusive: {why}. Record all events of the program.")),
+            }
+            if let Some(kept) = kept(advice) {
+                paragraph(page, format!("{kept}."));
             }
             paragraph(page, "Lowest peak reserved within the recording:");
         }
@@ -342,11 +345,34 @@ fn current_memory(current: &Setting) -> String {
     }
 }
 
+/// That the current settings should be kept, and why: by the rule of the ranking, or because little is to be gained. `None` if the
+/// verdict does not say so.
+pub(super) fn kept(advice: &Advice) -> Option<String> {
+    let first = advice.settings.first()?;
+    match advice.verdict {
+        Verdict::Keep => Some(keep(advice, first, advice.settings.len() + advice.also_tried.len())),
+        Verdict::Inconclusive => {
+            let gain = most_to_gain(advice.recorded.peak_reserved_bytes?, advice.bounds.lower_bound_bytes)?;
+            Some(format!("Within the recording no setting saves more than {gain:.1} %: keep the current settings"))
+        }
+        _ => None,
+    }
+}
+
+/// The saving in percent that no allocator exceeds, if it is too small for a change. No allocator reserves less than the bound.
+fn most_to_gain(peak: u64, bound: u64) -> Option<f64> {
+    // CAST: bytes of a device, below 2^53.
+    let gain = 100.0 * (1.0 - bound as f64 / peak.max(1) as f64).max(0.0);
+    // Rounded up: the sentence is a bound.
+    let gain = (gain * 10.0).ceil() / 10.0;
+    (gain < WORTH).then_some(gain)
+}
+
 /// Why the current settings are kept, and what was compared.
 fn keep(advice: &Advice, first: &Setting, tried: usize) -> String {
     let current = &advice.recorded.current;
     if tried == 1 {
-        return "Keep the current settings; no others were tested:".to_owned();
+        return "Keep the current settings; no others were tested".to_owned();
     }
     let (conf, peak) = (first.conf().shown(), first.outcome.peak_reserved_bytes);
     let now = current.outcome.peak_reserved_bytes;
@@ -355,17 +381,17 @@ fn keep(advice: &Advice, first: &Setting, tried: usize) -> String {
     let certain = advice.saving_percent.unwrap_or(0.0);
     if first.conf().acts_as(&advice.recorded.conf) || !first.is_better_than(current) && certain == 0.0 {
         return format!(
-            "Keep the current settings; by peak reserved, minimum memory and driver time none of {tried} tested is better:"
+            "Keep the current settings; by peak reserved, minimum memory and driver time none of {tried} tested is better"
         );
     }
     if (below_replay - certain).abs() < 0.05 {
-        return format!("Keep the current settings; the best of {tried} tested, {conf}, saves {certain:.1} %:");
+        return format!("Keep the current settings; the best of {tried} tested, {conf}, saves {certain:.1} %");
     }
     let reference = advice.evidence.reference();
     let less = if below_replay < 0.0 { "more" } else { "less" };
     format!(
         "Keep the current settings; the best of {tried} tested, {conf}, reserves {}, {:.1} % {less} than their replay ({}), but \
-         only {certain:.1} % less than {reference}:",
+         only {certain:.1} % less than {reference}",
         Bytes(peak),
         below_replay.abs(),
         Bytes(now)

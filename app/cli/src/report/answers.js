@@ -48,13 +48,14 @@ const drawVerdict = (parent, about) => {
   make("p", box, {}, advice.happened[0]);
   const line = make("p", box);
   if (advice.verdict === "keep") {
-    line.append(`Keep the current settings: no PyTorch setting reduces peak reserved memory (${formatBytes(now.peak_reserved_bytes)}) by more than ${advice.saving_percent ? "2 %" : "0.5 %"}.`);
+    line.append(`${advice.kept} (peak reserved ${formatBytes(now.peak_reserved_bytes)}).`);
     return;
   }
   const needed = best.smallest_memory_bytes, minimum = needed ? "; minimum memory " + formatAtLeast(needed) : "";
   if (advice.verdict === "not-said") {
     line.append("Inconclusive: more memory was reserved before recording started than the best setting needs afterwards, ");
     make("code", line, {}, best.conf || "PyTorch's defaults");
+    line.append(advice.kept ? `. ${advice.kept}.` : ".");
     return;
   }
   if (advice.verdict === "out-of-memory") {
