@@ -7,6 +7,23 @@ const bar = (value, most, kind = "", limit = null) => {
   if (limit !== null && limit <= most) make("b", place).style.left = `calc(${(100 * limit) / most}% - 1px)`;
   return place;
 };
+// The words for each kind of bar that page.css draws; `""` is the plain one. A table may have words of its own.
+const BAR_KINDS = { "": "others", measured: "recorded", replayed: "replayed", failed: "requests failed", pinned: "kept reserved", bound: "bound" };
+// A legend above a table: each kind of bar in it, and the line at the limit. A table with one plain kind needs none.
+const barLegend = (drawn, words = {}, limit = null) => {
+  const kinds = [...new Set([...drawn.querySelectorAll(".bar > i")].map((fill) => fill.className))], line = drawn.querySelector(".bar > b");
+  if (!line && kinds.every((kind) => kind === "")) return drawn;
+  const place = make("div", null, { class: "legend bars" });
+  const key = (text) => {
+    const item = make("span", place, { class: "key" }), sample = make("span", item, { class: "bar" });
+    item.append(text);
+    return sample;
+  };
+  for (const kind of kinds) make("i", key({ ...BAR_KINDS, ...words }[kind]), kind ? { class: kind } : {});
+  if (line) make("b", key("limit" + (limit === null ? "" : ", " + formatBytes(limit)))).style.left = "40%";
+  drawn.parentElement.before(place);
+  return drawn;
+};
 const inWords = (text) => make("span", null, { class: "words" }, text);
 const percent = (part, whole) => (whole > 0 && part <= whole ? ((100 * part) / whole).toFixed(1) + " %" : "–");
 const seconds = (s) => (s === null || s === undefined ? "–" : formatTime(s * 1e9));
@@ -102,20 +119,23 @@ const drawAdvice = (parent, advice) => {
       needed ? formatAtLeast(needed) : unknown, calls(outcome), seconds(outcome.simulated_s), formatCount(outcome.num_alloc_retries)];
   };
   listed(parent, advice.happened);
-  const head = ["PYTORCH_CUDA_ALLOC_CONF", "peak reserved", limit === null ? "" : "line: the limit, " + formatBytes(limit), "minimum memory", "driver calls", "time in driver calls (simulated H200)", "cache flushes"];
+  const head = ["PYTORCH_CUDA_ALLOC_CONF", "peak reserved", "", "minimum memory", "driver calls", "time in driver calls (simulated H200)", "cache flushes"];
   const named = (setting) => setting.conf || "PyTorch's defaults";
   const settings = [row("current: " + named(now), now, ""), ...advice.settings.map((setting) => row(named(setting), setting, ""))];
-  if (outcomes.some((outcome) => outcome.out_of_memory)) make("p", parent, { class: "quiet" }, "Striped bars: memory runs out.");
-  table(parent, head, settings).classList.add("settings", "confs");
+  const drawn = (place, top, rows) => {
+    const bars = barLegend(table(place, top, rows), { "": "memory suffices", failed: "memory runs out", bound: "memory suffices" }, limit);
+    bars.classList.add("settings", "confs");
+  };
+  drawn(parent, head, settings);
   if (advice.also_tried.length) {
     const all = make("details", parent);
     make("summary", all, {}, `${formatCount(advice.also_tried.length)} more tested settings`);
-    table(all, head, advice.also_tried.map((setting) => row(named(setting), setting, ""))).classList.add("settings", "confs");
+    drawn(all, head, advice.also_tried.map((setting) => row(named(setting), setting, "")));
   }
   make("h4", parent, {}, "Lower bound");
   make("p", parent, {}, advice.bound);
   const others = [...advice.other_allocators].sort((a, b) => a.out_of_memory - b.out_of_memory || a.peak_reserved_bytes - b.peak_reserved_bytes);
-  if (others.length) table(parent, ["other allocators", ...head.slice(1)], others.map((other) => row(other.alloc, other, "bound"))).classList.add("settings", "confs");
+  if (others.length) drawn(parent, ["other allocators", ...head.slice(1)], others.map((other) => row(other.alloc, other, "bound")));
   make("h4", parent, {}, "Limits of this analysis");
   listed(parent, advice.not_known);
 };

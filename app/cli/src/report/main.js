@@ -60,7 +60,6 @@ const run = async () => {
     if (about.recorded) {
       const compared = make("section", place, { class: "compared" });
       make("h3", compared, {}, "Replays under other allocators");
-      make("p", compared, { class: "quiet" }, "Green: recorded, if the log contains it. Blue: replayed. Striped: requests failed. Grey: bounds; the offline placement knows all requests in advance.");
       settingsTable(compared, about);
     }
     const way = { to: null };

@@ -226,6 +226,37 @@ mod tests {
         assert!(page.contains(&hash(SCRIPT)) && page.contains(SCRIPT) && page.ends_with("</html>\n"));
     }
 
+    /// The words between two texts of the script.
+    fn between(begin: &str, end: &str) -> &'static str {
+        SCRIPT.split_once(begin).and_then(|(_, rest)| rest.split_once(end)).unwrap().0
+    }
+
+    #[test]
+    fn legends_name_every_kind_of_bar_and_of_mark() {
+        let styled: Vec<&str> =
+            STYLE.split("\n.bar i.").skip(1).filter_map(|rest| rest.split([' ', '{']).next()).collect();
+        assert!(styled.contains(&"failed") && styled.len() > 2, "{styled:?}");
+        let words = between("const BAR_KINDS = {", "}");
+        for kind in styled {
+            assert!(words.contains(&format!("{kind}: \"")), "bar {kind}: {words}");
+        }
+        // Every table with kinds of bars has the legend.
+        for (kind, _) in SCRIPT.match_indices("\"failed\" :").chain(SCRIPT.match_indices("? \"pinned\" :")) {
+            assert!(
+                SCRIPT[kind..].chars().take(1500).collect::<String>().contains("barLegend("),
+                "{}",
+                &SCRIPT[kind..kind + 80]
+            );
+        }
+        let words = between("const MARK_KEYS = [", "];");
+        let made = [include_str!("timeline.rs"), include_str!("source.rs")].concat();
+        let kinds: Vec<&str> = made.split("kind: \"").skip(1).filter_map(|rest| rest.split('"').next()).collect();
+        assert!(kinds.contains(&"annotation"), "{kinds:?}");
+        for kind in kinds {
+            assert!(words.contains(&format!("[\"{kind}\", ")), "mark {kind}: {words}");
+        }
+    }
+
     #[cfg(not(windows))]
     #[test]
     fn browsers_are_tried_in_the_order_of_their_list() {

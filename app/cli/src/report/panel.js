@@ -70,6 +70,12 @@ class Axis {
 }
 
 const STRIP = 17;
+// Marks of a history, in the colours of `drawStrip` and `drawMoment`, with the words of the legend.
+const MARK_KEYS = [
+  ["annotation", "color-mix(in srgb, var(--accent) 25%, var(--paper))", "strips above: annotations"],
+  ["oom", "var(--alarm)", "vertical lines: memory ran out"],
+  ["step", "var(--rule)", "vertical lines: ends of training steps"],
+];
 
 class Panel {
   constructor(parent, history, axis, number) {
@@ -122,8 +128,11 @@ class Panel {
     for (const [colour, text] of legend) this.key(this.legend, colour === null ? "var(--held)" : css(colour), text).title = text;
     const up = this.kind === "segments" ? "each bar: a segment, the largest first; full stop and comma move by one event" : this.kind === "map" ? "vertical: addresses, without the gaps between segments" : "vertical: bytes of live blocks, in allocation order";
     const framed = this.map.about.segments && this.kind === "map" ? "; frames: segments" + (this.history.about.streams.length > 1 ? ", coloured by stream" : "") + ", dashed: private pools" : "";
-    const annotated = this.history.about.marks.some((mark) => mark.kind === "annotation") ? "; strips above: annotations" : "";
-    make("span", this.legend, { class: "quiet" }, up + framed + annotated);
+    const kinds = new Set(this.history.about.marks.map((mark) => mark.kind));
+    for (const [kind, colour, text] of MARK_KEYS) {
+      if (kinds.has(kind) && this.kind !== "segments") this.key(this.legend, colour, text);
+    }
+    make("span", this.legend, { class: "quiet" }, up + framed + (this.kind === "segments" ? "" : "; bright vertical line: the chosen moment"));
     this.levelsKey.replaceChildren();
     if (this.map.reserved) this.key(this.levelsKey, LEVEL_TINTS.reserved, "reserved");
     if (this.number > 0 && this.first.reserved) this.key(this.levelsKey, LEVEL_TINTS.recorded, "recorded reserved (dashed)");

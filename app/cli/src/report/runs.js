@@ -132,8 +132,9 @@ const syncAccount = (parent, runs) => {
   for (const run of counted) {
     const rows = run[per].by_call.filter((row, i) => i < 6 && (i === 0 || row.total > 0.005 * most));
     make("h4", parent, {}, run.name);
-    table(parent, ["call", "calls per " + period, "host time", "", "waiting"], rows.map((row) =>
+    const drawn = table(parent, ["call", "calls per " + period, "host time", "", "waiting"], rows.map((row) =>
       [inWords(row.call), row.calls < 1000 ? parseFloat(row.calls.toPrecision(3)) : asCount(row.calls), formatTime(row.total), bar(row.total, most, row.blocked > row.total / 2 ? "pinned" : ""), row.blocked > 0 ? formatTime(row.blocked) : "–"]));
+    barLegend(drawn, { "": "mostly at work", pinned: "waiting for the device for more than half of the time" });
   }
 };
 
@@ -225,6 +226,7 @@ const drawReplays = (page, all) => {
       count(row.num_alloc_retries), count(row.failed_allocations), count(calls(row)), seconds(row.simulated_s)]);
     const fold = make("details", place);
     make("summary", fold, {}, "Each replay");
-    table(fold, ["recording", "allocator", searched ? "smallest memory" : "peak reserved", "", "retries", "failed requests", "driver calls", "simulated time"], rows);
+    const drawn = table(fold, ["recording", "allocator", searched ? "smallest memory" : "peak reserved", "", "retries", "failed requests", "driver calls", "simulated time"], rows);
+    barLegend(drawn, { "": "all requests served" });
   }
 };

@@ -122,7 +122,8 @@ const settingsTable = (parent, about) => {
       over(setting.peak_reserved_bytes), count(setting.retries), count(setting.failed), count(setting.driver_calls)]);
   if (about.plan_bytes !== null) rows.push(["offline placement", formatBytes(about.plan_bytes), bar(about.plan_bytes, most, "bound"), over(about.plan_bytes), "–", "–", "–"]);
   rows.push(["lower bound", formatBytes(about.lower_bound_bytes), bar(about.lower_bound_bytes, most, "bound"), over(about.lower_bound_bytes), "–", "–", "–"]);
-  table(parent, ["allocator", "peak reserved", "", "relative to lower bound", "retries", "failed requests", "driver calls"], rows).classList.add("settings");
+  const drawn = table(parent, ["allocator", "peak reserved", "", "relative to lower bound", "retries", "failed requests", "driver calls"], rows);
+  barLegend(drawn, { bound: "bounds; the offline placement knows all requests in advance" }).classList.add("settings");
 };
 
 // Describes an event, from the lifetimes of blocks and segments.
