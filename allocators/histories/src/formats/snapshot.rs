@@ -229,18 +229,18 @@ impl<'r, 's> Assembly<'r, 's> {
 
     /// Builds a tuple of the values from `from` on.
     pub(super) fn tuple(&mut self, from: usize) -> Result<(), ReadError> {
-        let key = from.checked_sub(1).map(|key| self.stack[key]);
-        let is_name = matches!(key, Some(Value::Word(key)) if key.is_pool_key());
-        let tuple = match self.stack[from..] {
-            [Value::Int(first), Value::Int(second)] if is_name => {
-                // PyTorch counts pools from 1; larger values are not names of pools.
-                let pair = u32::try_from(first).ok().zip(u32::try_from(second).ok());
-                pair.map_or(Value::Opaque, |(first, second)| Value::Pair(first, second))
-            }
-            _ => Value::Opaque,
-        };
+        let tuple = self.pool_name(from, from).unwrap_or(Value::Opaque);
         self.cut(from);
         self.push(tuple)
+    }
+
+    /// The name of a pool, if it is the value at `value` and its items are those from `from` on: two numbers.
+    fn pool_name(&self, value: usize, from: usize) -> Option<Value> {
+        let Value::Word(key) = self.stack[value.checked_sub(1)?] else { return None };
+        let [Value::Int(first), Value::Int(second)] = self.stack[from..] else { return None };
+        // PyTorch counts pools from 1; larger values are not names of pools.
+        let pair = u32::try_from(first).ok().zip(u32::try_from(second).ok()).filter(|_| key.is_pool_key())?;
+        Some(Value::Pair(pair.0, pair.1))
     }
 
     pub(super) fn push_container(

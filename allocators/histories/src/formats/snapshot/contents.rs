@@ -49,7 +49,7 @@ impl<'a, 'b> Assembly<'a, 'b> {
         let Some(last) = self.stack.last() else { return false };
         let inside = |key: Word| self.part.is_some_and(|part| part.key == key && part.at < self.stack.len());
         match last {
-            Value::Word(word) if word.is_opaque() => true,
+            Value::Word(word) if word.is_opaque() || word.is_pool_key() => true,
             Value::Opaque => true,
             Value::Text(_) | Value::LostText => {
                 let key = self.part.filter(|part| part.at < self.stack.len()).map(|part| part.key);
@@ -78,6 +78,10 @@ impl<'a, 'b> Assembly<'a, 'b> {
         let list = self.stack[target];
         match list {
             Value::Opaque => {
+                // Python writes a pair from JSON as a list.
+                if let Some(name) = self.pool_name(target, from) {
+                    self.stack[target] = name;
+                }
                 self.cut(from);
                 return Ok(());
             }
