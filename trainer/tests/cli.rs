@@ -24,9 +24,9 @@ use tempfile::TempDir;
 use vramlab::Profile;
 
 /// A directory to work in, and the program in it with nothing of this machine's set-up.
-struct Place(TempDir);
+struct TestDir(TempDir);
 
-impl Place {
+impl TestDir {
     fn new() -> Self {
         Self(TempDir::new().unwrap())
     }
@@ -152,14 +152,14 @@ const FILES: [&str; 4] =
     ["train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"];
 
 /// Four IDX files with 20 and 10 images of 4×3.
-fn mnist(place: &Place, directory: &str) {
+fn mnist(test_dir: &TestDir, directory: &str) {
     for (name, count) in FILES.into_iter().zip([20u32, 20, 10, 10]) {
         let images = name.contains("images");
         let header = if images { vec![2051, count, 4, 3] } else { vec![2049, count] };
         let length = if images { 12 * count } else { count };
         let mut bytes: Vec<u8> = header.into_iter().flat_map(u32::to_be_bytes).collect();
         bytes.extend((0..length).map(|at| (at % 10) as u8));
-        place.write(&format!("{directory}/{name}"), bytes);
+        test_dir.write(&format!("{directory}/{name}"), bytes);
     }
 }
 
@@ -167,8 +167,8 @@ fn mnist(place: &Place, directory: &str) {
 
 #[test]
 fn a_run_reports_to_people() {
-    let place = Place::new();
-    let ran = place.run(&["--device", "sim", "--dataset", "digits", "--epochs", "1", "--out", "record"]).ok();
+    let test_dir = TestDir::new();
+    let ran = test_dir.run(&["--device", "sim", "--dataset", "digits", "--epochs", "1", "--out", "record"]).ok();
     let order =
         ["device   ", "data     digits: 8000 rows", "train    3 layers", "epoch  1 train loss", "record   record"];
     let found: Vec<usize> = order.iter().map(|words| ran.stderr.find(words).unwrap_or(usize::MAX)).collect();
@@ -180,9 +180,9 @@ fn a_run_reports_to_people() {
     }
     assert!(!ran.stderr.contains('\u{1b}') && !ran.stdout.contains('\u{1b}'), "no escapes away from a terminal");
     for file in ["summary.json", "steps.csv", "latency.hlog"] {
-        assert!(place.at("record").join(file).is_file(), "{file}");
+        assert!(test_dir.at("record").join(file).is_file(), "{file}");
     }
-    let accuracy = read_json(&place.at("record/summary.json"))["epochs"][0]["val_accuracy"].as_f64().unwrap();
+    let accuracy = read_json(&test_dir.at("record/summary.json"))["epochs"][0]["val_accuracy"].as_f64().unwrap();
     assert!(accuracy > 0.9, "one epoch of the defaults should learn the digits: {accuracy}");
 }
 
@@ -195,11 +195,11 @@ fn json_is_the_record_and_nothing_else() {
         &["--alloc", "stream-ordered"],
         &["--alloc", "stream-ordered:release_threshold=0", "--sync", "step"],
     ] {
-        let place = Place::new();
+        let test_dir = TestDir::new();
         let more = ["--json", "--out", "record", "--seed", "7", "--check"];
-        let ran = place.iris(&arguments.iter().chain(&more).copied().collect::<Vec<_>>()).ok();
+        let ran = test_dir.iris(&arguments.iter().chain(&more).copied().collect::<Vec<_>>()).ok();
         let json = ran.json();
-        assert_eq!(json, read_json(&place.at("record/summary.json")));
+        assert_eq!(json, read_json(&test_dir.at("record/summary.json")));
 
         assert_eq!(json["schema_version"], 1);
         assert_eq!(json["status"], "finished");
@@ -251,7 +251,7 @@ fn json_is_the_record_and_nothing_else() {
         assert_eq!(parts, ledger("reserved") - ledger("requested"));
         assert_eq!(ledger("reserved"), peak("reserved_bytes"));
 
-        let steps = place.at("record/steps.csv");
+        let steps = test_dir.at("record/steps.csv");
         assert_eq!(column(&steps, "epoch"), ["1", "1", "2", "2"]);
         assert_eq!(column(&steps, "rows"), ["64", "56", "64", "56"]);
     }
@@ -259,17 +259,18 @@ fn json_is_the_record_and_nothing_else() {
 
 #[test]
 fn effective_settings_are_read_back() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     let threshold = "stream-ordered:release_threshold=1G,reuse_allow_opportunistic=off";
-    let json = place.iris(&["--alloc", threshold, "--json"]).ok().json();
+    let json = test_dir.iris(&["--alloc", threshold, "--json"]).ok().json();
     let found = &json["settings"]["allocator_settings"];
     assert_eq!(found["release_threshold"], 1u64 << 30);
     assert_eq!(found["reuse_allow_opportunistic"], false);
     assert_eq!(found["reuse_follow_event_dependencies"], true);
-    let json = place.iris(&["--alloc", "caching", "--memory-limit", "1.5G", "--latency", "off", "--json"]).ok().json();
+    let json =
+        test_dir.iris(&["--alloc", "caching", "--memory-limit", "1.5G", "--latency", "off", "--json"]).ok().json();
     assert_eq!(json["settings"]["memory_limit"], 3u64 << 29);
     assert_eq!(json["settings"]["allocator_settings"]["memory_limit"], 3u64 << 29);
-    let own = place.iris(&["--alloc", "caching:memory_limit=1.5G", "--json"]).ok().json();
+    let own = test_dir.iris(&["--alloc", "caching:memory_limit=1.5G", "--json"]).ok().json();
     for key in ["memory_limit", "allocator_settings"] {
         assert_eq!(own["settings"][key], json["settings"][key], "{key}");
     }
@@ -280,12 +281,12 @@ fn effective_settings_are_read_back() {
 
 #[test]
 fn memory_limit_of_the_allocator_counts_reserved_bytes() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     // More than the run's live blocks need, less than a segment of most allocators.
     let limit = 64u64 << 10;
     let mut refused = 0;
     for backend in vramlab::backends::all() {
-        let ran = place.iris(&["--alloc", backend.name, "--memory-limit", "64K", "--latency", "off", "--json"]);
+        let ran = test_dir.iris(&["--alloc", backend.name, "--memory-limit", "64K", "--latency", "off", "--json"]);
         let keeps_reserved = vramlab::Selection::of(backend).set_memory_limit(None);
         if keeps_reserved && ran.code == Some(1) {
             assert!(ran.error(1).contains("out of memory"), "{backend}");
@@ -304,7 +305,7 @@ fn memory_limit_of_the_allocator_counts_reserved_bytes() {
 
 #[test]
 fn arithmetic_in_effect_is_recorded_and_reported() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     let usual = serde_json::json!(["f32", "master", 1.0, "tiled", "none"]);
     let keys = ["dtype", "weights", "loss_scale", "gemm", "fuse"];
     for (arguments, expected) in [
@@ -319,9 +320,9 @@ fn arithmetic_in_effect_is_recorded_and_reported() {
         ),
     ] {
         let arguments: Vec<&str> = arguments.split_whitespace().collect();
-        let json = place.iris(&[&arguments[..], &["--json"]].concat()).ok().json();
+        let json = test_dir.iris(&[&arguments[..], &["--json"]].concat()).ok().json();
         assert_eq!(serde_json::json!(keys.map(|key| &json["settings"][key])), expected);
-        let ran = place.iris(&arguments).ok();
+        let ran = test_dir.iris(&arguments).ok();
         let dtype = expected[0].as_str().unwrap();
         assert!(ran.stderr.contains(&format!("batch 64, {dtype}, allocator caching")), "{ran:#?}");
         assert!(ran.stdout.contains(&format!("Training with 'caching' in {dtype} on")), "{ran:#?}");
@@ -330,28 +331,28 @@ fn arithmetic_in_effect_is_recorded_and_reported() {
 
 #[test]
 fn steps_bound_the_run() {
-    let place = Place::new();
-    let json = place.iris(&["--steps", "3", "--json", "--epochs", "9"]).ok().json();
+    let test_dir = TestDir::new();
+    let json = test_dir.iris(&["--steps", "3", "--json", "--epochs", "9"]).ok().json();
     let steps: Vec<u64> = json["epochs"].as_array().unwrap().iter().map(|e| e["steps"].as_u64().unwrap()).collect();
     assert_eq!(steps, [2, 1]);
 }
 
 #[test]
 fn runs_without_out_never_share_a_directory() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     for _ in 0..3 {
-        place.iris(&[]).ok();
+        test_dir.iris(&[]).ok();
     }
-    let found: Vec<_> = std::fs::read_dir(place.at("runs")).unwrap().map(|entry| entry.unwrap().path()).collect();
+    let found: Vec<_> = std::fs::read_dir(test_dir.at("runs")).unwrap().map(|entry| entry.unwrap().path()).collect();
     assert_eq!(found.len(), 3, "{found:?}");
     assert!(found.iter().all(|path| path.join("summary.json").is_file()));
 }
 
 #[test]
 fn driver_calls_are_logged_where_they_happen() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     let log = |arguments: &[&str]| -> Vec<String> {
-        let ran = place.iris(arguments).ok();
+        let ran = test_dir.iris(arguments).ok();
         ran.stderr.lines().filter_map(|line| line.strip_prefix("driver   ")).map(str::to_owned).collect()
     };
     // With wide layers a step needs memory that the set-up has not brought.
@@ -389,31 +390,31 @@ fn driver_calls_are_logged_where_they_happen() {
 
 #[test]
 fn help_names_every_option_and_the_exit_codes() {
-    let place = Place::new();
-    let help = place.run(&["--help"]).ok().stdout;
+    let test_dir = TestDir::new();
+    let help = test_dir.run(&["--help"]).ok().stdout;
     let options = "alloc memory-limit device dataset data-dir offline loader hidden layers batch epochs \
                    steps lr seed init dtype weights loss-scale gemm fuse launch graph-steps streams sync out json nvtx nvtx-memory latency trace check log-driver-calls";
     for option in options.split_whitespace() {
         assert!(help.contains(&format!("--{option}")), "{option}");
     }
     assert!(help.contains("Exit codes") && help.contains("130") && help.contains("doctor"), "{help}");
-    assert!(place.run(&["-h"]).ok().stdout.len() < help.len());
-    assert!(place.run(&["--version"]).ok().stdout.starts_with("trainer "));
-    assert!(place.run(&["doctor", "--help"]).ok().stdout.contains("--data-dir"));
+    assert!(test_dir.run(&["-h"]).ok().stdout.len() < help.len());
+    assert!(test_dir.run(&["--version"]).ok().stdout.starts_with("trainer "));
+    assert!(test_dir.run(&["doctor", "--help"]).ok().stdout.contains("--data-dir"));
 }
 
 #[test]
 fn allocators_are_listed_with_their_settings() {
-    let place = Place::new();
-    let (text, help) = (place.run(&["allocators"]).ok().stdout, place.run(&["--help"]).ok().stdout);
-    let rows = place.run(&["allocators", "--json"]).ok().json();
+    let test_dir = TestDir::new();
+    let (text, help) = (test_dir.run(&["allocators"]).ok().stdout, test_dir.run(&["--help"]).ok().stdout);
+    let rows = test_dir.run(&["allocators", "--json"]).ok().json();
     let rows = rows.as_array().unwrap();
     assert_eq!(rows.len(), vramlab::backends::all().len());
     for (row, backend) in rows.iter().zip(vramlab::backends::all()) {
         assert_eq!((&row["name"], &row["summary"]), (&backend.name.into(), &backend.summary.into()));
         assert_eq!(row["capabilities"]["snapshot"], backend.capabilities.snapshot);
         assert!(text.contains(backend.name) && help.contains(backend.name), "{}", backend.name);
-        let details = place.run(&["allocators", backend.name]).ok().stdout;
+        let details = test_dir.run(&["allocators", backend.name]).ok().stdout;
         let settings = row["settings"].as_array().unwrap();
         assert_eq!(settings.len(), backend.settings().len());
         for (setting, told) in backend.settings().iter().zip(settings) {
@@ -423,7 +424,7 @@ fn allocators_are_listed_with_their_settings() {
         }
     }
     let bare = |arguments: &[&str]| {
-        let output = place.process(arguments).env_remove("COLUMNS").output().unwrap();
+        let output = test_dir.process(arguments).env_remove("COLUMNS").output().unwrap();
         String::from_utf8(output.stdout).unwrap()
     };
     let short = bare(&["allocators"]);
@@ -431,37 +432,37 @@ fn allocators_are_listed_with_their_settings() {
     let long = bare(&["allocators", "lab", "caching"]);
     assert!(long.lines().all(|line| line.chars().count() <= 120), "{long}");
     for columns in [80, 110] {
-        let output = place.process(&["--help"]).env("COLUMNS", columns.to_string()).output().unwrap();
+        let output = test_dir.process(&["--help"]).env("COLUMNS", columns.to_string()).output().unwrap();
         let help = String::from_utf8(output.stdout).unwrap();
         let widest = help.lines().map(|line| line.chars().count()).max().unwrap();
         assert!((columns - 8..=columns).contains(&widest), "{columns}: {widest}\n{help}");
     }
-    let one = place.run(&["allocators", "naive"]).ok().stdout;
+    let one = test_dir.run(&["allocators", "naive"]).ok().stdout;
     assert!(one.contains("naive") && !one.contains("release_threshold"), "{one}");
-    place.run(&["allocators", "naiv"]).refused(&["no allocator is called 'naiv'; did you mean 'naive'?"]);
+    test_dir.run(&["allocators", "naiv"]).refused(&["no allocator is called 'naiv'; did you mean 'naive'?"]);
 }
 
 #[test]
 fn doctor_says_what_is_there() {
-    let place = Place::new();
-    let text = place.run(&["doctor"]).ok().stdout;
+    let test_dir = TestDir::new();
+    let text = test_dir.run(&["doctor"]).ok().stdout;
     for what in ["CUDA driver", "simulated GPU", "MNIST", "Nsight Systems", "NVTX tool"] {
         assert!(text.contains(what), "{what}: {text}");
     }
-    let json = place.run(&["doctor", "--json"]).ok().json();
+    let json = test_dir.run(&["doctor", "--json"]).ok().json();
     for finding in json["findings"].as_array().unwrap() {
         assert!(["ok", "missing", "broken"].contains(&finding["state"].as_str().unwrap()), "{finding}");
         assert!(!finding["what"].as_str().unwrap().is_empty() && !finding["found"].as_str().unwrap().is_empty());
     }
-    assert!(!place.at("runs").exists() && !place.at("cache").exists(), "looking leaves nothing behind");
+    assert!(!test_dir.at("runs").exists() && !test_dir.at("cache").exists(), "looking leaves nothing behind");
 
     // MNIST in the directory that is named, and not in another.
     let state = |dir: &str| {
-        let json = place.run(&["doctor", "--json", "--data-dir", dir]).ok().json();
+        let json = test_dir.run(&["doctor", "--json", "--data-dir", dir]).ok().json();
         let findings = json["findings"].as_array().unwrap().clone();
         findings.into_iter().find(|finding| finding["what"] == "MNIST").unwrap()["state"].clone()
     };
-    mnist(&place, "data");
+    mnist(&test_dir, "data");
     assert_eq!((state("data"), state("elsewhere")), ("ok".into(), "missing".into()));
 }
 
@@ -471,10 +472,10 @@ fn doctor_says_what_is_there() {
 fn a_run_that_fails_gives_its_events_back() {
     // Events that are still held when the record is written: those of the loaders and the streams.
     let held = |arguments: &[&str], code: i32| {
-        let place = Place::new();
-        let ran = place.iris(&[&["--out", "record", "--alloc", "naive"], arguments].concat());
+        let test_dir = TestDir::new();
+        let ran = test_dir.iris(&[&["--out", "record", "--alloc", "naive"], arguments].concat());
         assert_eq!(ran.code, Some(code), "{arguments:?}");
-        let calls = &read_json(&place.at("record/summary.json"))["driver_calls"];
+        let calls = &read_json(&test_dir.at("record/summary.json"))["driver_calls"];
         let [made, gone] =
             ["event_create", "event_destroy"].map(|call| calls[call]["count"].as_u64().unwrap_or_default());
         assert!(made > gone, "{arguments:?}: the loaders' events are held");
@@ -497,11 +498,11 @@ fn failures_at_run_time_leave_a_record() {
         (&["--memory-limit", "9K", "--alloc", "naive"], "out of memory"),
         (&["--memory-limit", "9K", "--alloc", "stream-ordered", "--check"], "out of memory"),
     ] {
-        let place = Place::new();
-        let ran = place.iris(&[&["--out", "record", "--json"], arguments].concat());
+        let test_dir = TestDir::new();
+        let ran = test_dir.iris(&[&["--out", "record", "--json"], arguments].concat());
         let line = ran.error(1);
         assert!(line.contains(words), "{line}");
-        let json = read_json(&place.at("record/summary.json"));
+        let json = read_json(&test_dir.at("record/summary.json"));
         assert_eq!(json["status"], "failed");
         assert_eq!(json["error"].as_str(), line.strip_prefix("error: "));
         assert_eq!(ran.json(), json, "the record is printed all the same");

@@ -233,8 +233,8 @@ fn runs() -> Vec<Done> {
     let graph =
         Settings { allocator: (&stream_ordered::BACKEND).into(), launch: LaunchMode::Graph, batch: 7, ..iris() };
     runs.push(train(&graph).finished());
-    let place = tempfile::TempDir::new().unwrap();
-    let save_start = Some(place.path().join("start.safetensors"));
+    let test_dir = tempfile::TempDir::new().unwrap();
+    let save_start = Some(test_dir.path().join("start.safetensors"));
     runs.push(train(&Settings { latency: false, loader: LoaderMode::Copy, save_start, ..iris() }).finished());
     for kind in backends::all() {
         let failed = train(&Settings { allocator: kind.into(), memory_limit: Some(8 << 10), trace: true, ..iris() });
@@ -246,13 +246,13 @@ fn runs() -> Vec<Done> {
 
 /// The records of a run on two simulated GPUs with every option of one: that of rank 0, and that of rank 1.
 fn ranks() -> Vec<Value> {
-    let place = tempfile::TempDir::new().unwrap();
+    let test_dir = tempfile::TempDir::new().unwrap();
     let base = ["--device", "sim", "--dataset", "iris", "--batch", "24", "--epochs", "1", "--hidden", "16"];
     let ranks = ["--gpus", "2", "--bucket", "1K", "--overlap", "off", "--buffers", "events", "--rank-alloc", "0=naive"];
     let mut command = assert_cmd::Command::new(env!("CARGO_BIN_EXE_trainer"));
-    command.args(base).args(ranks).args(["--out", "record"]).current_dir(place.path()).env_remove("RANK");
+    command.args(base).args(ranks).args(["--out", "record"]).current_dir(test_dir.path()).env_remove("RANK");
     command.timeout(std::time::Duration::from_secs(60)).assert().success();
-    ["record", "record/rank1"].map(|path| read_json(&place.path().join(path).join("summary.json"))).into()
+    ["record", "record/rank1"].map(|path| read_json(&test_dir.path().join(path).join("summary.json"))).into()
 }
 
 /// The list of backends documents an allocator's settings, so the document does not repeat them.

@@ -9,9 +9,9 @@ use tempfile::TempDir;
 
 const IRIS: [&str; 8] = ["--device", "sim", "--dataset", "iris", "--hidden", "16", "--epochs", "2"];
 
-fn trainer(place: &TempDir, arguments: &[&str]) -> Command {
+fn trainer(test_dir: &TempDir, arguments: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_trainer"));
-    command.args(arguments).current_dir(place.path()).env("VRAMLAB_CACHE", "cache").env("PATH", "/nowhere");
+    command.args(arguments).current_dir(test_dir.path()).env("VRAMLAB_CACHE", "cache").env("PATH", "/nowhere");
     for name in ["MNIST_DIR", "MNIST_MIRROR", "NVTX_INJECTION64_PATH", "NVTX_INJECTION32_PATH"] {
         command.env_remove(name);
     }
@@ -26,8 +26,8 @@ const CHANGES: [(&str, &str); 3] = [
 ];
 
 fn of(arguments: &[&str]) -> String {
-    let place = TempDir::new().unwrap();
-    pty::screen(&mut trainer(&place, &[&IRIS, arguments].concat()))
+    let test_dir = TempDir::new().unwrap();
+    pty::screen(&mut trainer(&test_dir, &[&IRIS, arguments].concat()))
 }
 
 #[test]
@@ -40,15 +40,15 @@ fn a_run_at_80_columns() {
 
 #[test]
 fn a_run_at_other_widths_and_without_styles() {
-    let place = TempDir::new().unwrap();
-    check(&|| trainer(&place, &[&IRIS[..], &["--check", "--alloc", "stream-ordered"]].concat()));
+    let test_dir = TempDir::new().unwrap();
+    check(&|| trainer(&test_dir, &[&IRIS[..], &["--check", "--alloc", "stream-ordered"]].concat()));
 }
 
 #[test]
 fn doctor_at_80_columns_and_others() {
-    let place = TempDir::new().unwrap();
-    check(&|| trainer(&place, &["doctor"]));
-    let shown = show(&mut trainer(&place, &["doctor"]), 80, &[]);
+    let test_dir = TempDir::new().unwrap();
+    check(&|| trainer(&test_dir, &["doctor"]));
+    let shown = show(&mut trainer(&test_dir, &["doctor"]), 80, &[]);
     // With a driver the screen is the machine's.
     if shown.screen.contains("libcuda was not found") {
         insta::with_settings!({ filters => CHANGES }, {
@@ -89,10 +89,10 @@ fn end(stdout: &str) -> (&str, &str) {
 
 #[test]
 fn the_last_lines_are_what_was_found_and_the_next_command() {
-    let place = TempDir::new().unwrap();
+    let test_dir = TempDir::new().unwrap();
     for allocator in ["naive", "caching", "stream-ordered"] {
         let run = |more: &[&str]| {
-            let mut command = trainer(&place, &[&IRIS[..], &["--alloc", allocator], more].concat());
+            let mut command = trainer(&test_dir, &[&IRIS[..], &["--alloc", allocator], more].concat());
             let output = command.env_remove("CARGO").env("COLUMNS", "1000").output().unwrap();
             String::from_utf8(output.stdout).unwrap()
         };
@@ -106,7 +106,7 @@ fn the_last_lines_are_what_was_found_and_the_next_command() {
         assert!(found.ends_with('.'), "{found}");
         assert!(next.contains("experiments") && next.contains(" compare --device sim --dataset iris"), "{next}");
     }
-    let output = trainer(&place, &["doctor"]).env_remove("CARGO").env("COLUMNS", "1000").output().unwrap();
+    let output = trainer(&test_dir, &["doctor"]).env_remove("CARGO").env("COLUMNS", "1000").output().unwrap();
     let text = String::from_utf8(output.stdout).unwrap();
     let (found, next) = end(&text);
     assert!(found.ends_with('.') && found.contains("GPU") && next.contains("trainer --alloc caching"), "{text}");
@@ -114,9 +114,9 @@ fn the_last_lines_are_what_was_found_and_the_next_command() {
 
 #[test]
 fn what_comes_from_outside_moves_no_cursor() {
-    let place = TempDir::new().unwrap();
+    let test_dir = TempDir::new().unwrap();
     let hostile = "\u{1b}[2J\u{9b}31m\u{202e}\u{7}";
-    let profile = place.path().join(format!("{hostile}.json"));
+    let profile = test_dir.path().join(format!("{hostile}.json"));
     std::fs::write(&profile, format!("{{\"{}\": 1}}", r"\u001b[2J\u202e")).unwrap();
     let profile = format!("sim:{}", profile.display());
     for arguments in [
@@ -130,7 +130,7 @@ fn what_comes_from_outside_moves_no_cursor() {
         &["doctor", "--json", "--data-dir", hostile],
         &[&IRIS[..], &["--json", "--save-start", hostile, "--out", "record"]].concat(),
     ] {
-        let output = trainer(&place, arguments).output().unwrap();
+        let output = trainer(&test_dir, arguments).output().unwrap();
         for text in [output.stdout, output.stderr] {
             let text = String::from_utf8(text).unwrap();
             assert!(!acts_on_terminal(&text), "{arguments:?}: {text:?}");

@@ -21,13 +21,13 @@ fn write(settings: &Settings, path: &Path) -> trainer::Result<FileChecksum> {
 
 /// A start file in memory.
 fn written(settings: &Settings) -> Vec<u8> {
-    let place = TempDir::new().unwrap();
-    let path = place.path().join("start.safetensors");
+    let test_dir = TempDir::new().unwrap();
+    let path = test_dir.path().join("start.safetensors");
     let record = write(settings, &path).unwrap();
     let bytes = std::fs::read(&path).unwrap();
     let sha256: String = digest(&SHA256, &bytes).as_ref().iter().map(|byte| format!("{byte:02x}")).collect();
     assert_eq!(record.sha256, sha256);
-    assert_eq!(std::fs::read_dir(place.path()).unwrap().count(), 1, "nothing but the file is left");
+    assert_eq!(std::fs::read_dir(test_dir.path()).unwrap().count(), 1, "nothing but the file is left");
     bytes
 }
 
@@ -81,9 +81,9 @@ fn weights_and_orders_are_those_of_the_run() {
 
 #[test]
 fn the_first_loss_follows_from_the_file() {
-    let place = TempDir::new().unwrap();
+    let test_dir = TempDir::new().unwrap();
     for base in [iris(), digits()] {
-        let path = place.path().join(format!("{}.safetensors", base.dataset));
+        let path = test_dir.path().join(format!("{}.safetensors", base.dataset));
         let done = train(&Settings { save_start: Some(path.clone()), layers: 2, ..base }).finished();
         let bytes = std::fs::read(&path).unwrap();
         let (file, said) = (SafeTensors::deserialize(&bytes).unwrap(), metadata(&bytes));
@@ -125,8 +125,8 @@ fn linear(file: &SafeTensors<'_>, layer: u32, x: &[f64]) -> Vec<f64> {
 
 #[test]
 fn the_same_settings_give_the_same_file() {
-    let place = TempDir::new().unwrap();
-    let path = place.path().join("beside.safetensors");
+    let test_dir = TempDir::new().unwrap();
+    let path = test_dir.path().join("beside.safetensors");
     train(&Settings { save_start: Some(path.clone()), ..iris() }).finished();
     let beside = std::fs::read(&path).unwrap();
     assert_eq!(beside, written(&iris()));
@@ -147,16 +147,16 @@ fn there_is_an_order_for_each_epoch_that_is_reached() {
 
 #[test]
 fn a_file_is_replaced_as_a_whole_or_not_at_all() {
-    let place = TempDir::new().unwrap();
-    let path = place.path().join("start.safetensors");
+    let test_dir = TempDir::new().unwrap();
+    let path = test_dir.path().join("start.safetensors");
     std::fs::write(&path, "something else").unwrap();
     write(&iris(), &path).unwrap();
     assert!(SafeTensors::deserialize(&std::fs::read(&path).unwrap()).is_ok());
 
-    for bad in [place.path().to_owned(), place.path().join("nowhere/start.safetensors")] {
+    for bad in [test_dir.path().to_owned(), test_dir.path().join("nowhere/start.safetensors")] {
         let error = write(&iris(), &bad).unwrap_err();
         assert!(matches!(error, TrainError::Input(_)), "{error}");
         assert!(error.to_string().contains(bad.to_str().unwrap()), "{error}");
     }
-    assert_eq!(std::fs::read_dir(place.path()).unwrap().count(), 1, "no part is left");
+    assert_eq!(std::fs::read_dir(test_dir.path()).unwrap().count(), 1, "no part is left");
 }

@@ -4,7 +4,7 @@ use crate::common::{
     self,
     story::{Story, script},
 };
-use crate::common::{Place, Ran};
+use crate::common::{Ran, TestDir};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -25,7 +25,7 @@ fn event(action: &str, addr: u64, size: u64) -> Value {
 
 /// A snapshot recorded under `roundup_power2_divisions:2`, which rounds 33 MiB up to 48; the second such request fails on a device
 /// with 40 MiB free.
-fn rounded_out_of_memory(place: &Place) -> String {
+fn rounded_out_of_memory(test_dir: &TestDir) -> String {
     let events = [
         event("segment_alloc", 1 << 30, 48 * MIB),
         event("alloc", 1 << 30, 33 * MIB),
@@ -38,7 +38,7 @@ fn rounded_out_of_memory(place: &Place) -> String {
     let settings = json!({"PYTORCH_CUDA_ALLOC_CONF": "roundup_power2_divisions:2", "max_split_size": -1,
         "garbage_collection_threshold": 0.0, "expandable_segments": false, "roundup_power2_divisions": sizes});
     let snapshot = json!({"segments": [segment], "device_traces": [events], "allocator_settings": settings});
-    place.write("oom.json", snapshot.to_string())
+    test_dir.write("oom.json", snapshot.to_string())
 }
 
 fn setting<'a>(advice: &'a Value, conf: &str) -> &'a Value {
@@ -48,9 +48,9 @@ fn setting<'a>(advice: &'a Value, conf: &str) -> &'a Value {
 
 #[test]
 fn advise_names_the_setting_that_avoids_out_of_memory() {
-    let place = Place::new();
-    let file = rounded_out_of_memory(&place);
-    let advice = place.run(&["advise", &file, "--json"]).ok().json();
+    let test_dir = TestDir::new();
+    let file = rounded_out_of_memory(&test_dir);
+    let advice = test_dir.run(&["advise", &file, "--json"]).ok().json();
     assert_eq!((&advice["limit_bytes"], &advice["limit_source"]), (&json!(88 * MIB), &json!("out-of-memory")));
     assert_eq!(advice["recorded"]["replayed"]["out_of_memory"], true, "{advice}");
     assert_eq!((&advice["verdict"], &advice["live_bytes"]), (&json!("change"), &json!(66 * MIB)));
@@ -58,10 +58,10 @@ fn advise_names_the_setting_that_avoids_out_of_memory() {
     assert_eq!((&first["out_of_memory"], &first["rank"]), (&json!(false), &json!(1)));
     assert!(first["peak_reserved_bytes"].as_u64() <= Some(68 * MIB), "{first}");
     // Exactly two segments of 34 MiB.
-    let plain = place.run(&["advise", &file, "--conf", "", "--json"]).ok().json();
+    let plain = test_dir.run(&["advise", &file, "--conf", "", "--json"]).ok().json();
     let plain = setting(&plain, "");
     assert_eq!((&plain["peak_reserved_bytes"], &plain["smallest_memory_bytes"]), (&json!(68 * MIB), &json!(68 * MIB)));
-    let screen = place.run(&["advise", &file]).ok().stdout;
+    let screen = test_dir.run(&["advise", &file]).ok().stdout;
     let expected = [
         "Out of memory at event 3 of 3: 33 MiB requested with 48 MiB reserved, 48 MiB allocated, none free.",
         "Settings: roundup_power2_divisions:2.",
@@ -80,19 +80,20 @@ fn advise_names_the_setting_that_avoids_out_of_memory() {
 
 #[test]
 fn advise_names_the_minimum_memory_where_no_setting_helps() {
-    let place = Place::new();
-    let file = rounded_out_of_memory(&place);
-    let advice = place.run(&["advise", &file, "--limit", "60MiB", "--json"]).ok().json();
+    let test_dir = TestDir::new();
+    let file = rounded_out_of_memory(&test_dir);
+    let advice = test_dir.run(&["advise", &file, "--limit", "60MiB", "--json"]).ok().json();
     assert_eq!((&advice["verdict"], &advice["limit_source"]), (&json!("out-of-memory"), &json!("given")));
     assert_eq!(advice["needed_bytes"], 68 * MIB);
     assert!(advice["settings"].as_array().unwrap().iter().all(|setting| setting["out_of_memory"] == true));
-    let screen = place.run(&["advise", &file, "--limit", "60MiB"]).ok().stdout;
+    let screen = test_dir.run(&["advise", &file, "--limit", "60MiB"]).ok().stdout;
     assert!(screen.contains("Minimum memory: 68 MiB, under:"), "{screen}");
     // `--exit-code` changes the exit code alone.
     for (limit, code) in [("60MiB", 3), ("70MiB", 0)] {
         for more in [&[][..], &["--json"], &[&file]] {
             let arguments = [&["advise", &file, "--limit", limit], more].concat();
-            let (plain, coded) = (place.run(&arguments).ok(), place.run(&[&arguments[..], &["--exit-code"]].concat()));
+            let (plain, coded) =
+                (test_dir.run(&arguments).ok(), test_dir.run(&[&arguments[..], &["--exit-code"]].concat()));
             assert_eq!((coded.code, coded.stdout, coded.stderr), (Some(code), plain.stdout, plain.stderr));
         }
     }
@@ -100,7 +101,7 @@ fn advise_names_the_minimum_memory_where_no_setting_helps() {
 
 /// A program under `garbage_collection_threshold:0.5` and a limit of 200 MiB: with 110 MiB reserved, 60 of them idle, it requests
 /// 80 more. Without `complete` the segments at the end are missing.
-fn collected(place: &Place, complete: bool) -> String {
+fn collected(test_dir: &TestDir, complete: bool) -> String {
     let at = |gib: u64| gib << 30;
     let mut events = Vec::new();
     for (gib, mib) in [(1, 60), (2, 50), (3, 80)] {
@@ -126,17 +127,17 @@ fn collected(place: &Place, complete: bool) -> String {
     if !complete {
         snapshot["segments"] = json!([]);
     }
-    place.write("collected.json", snapshot.to_string())
+    test_dir.write("collected.json", snapshot.to_string())
 }
 
 /// PyTorch collects garbage only under a limit, so collections show that there was one. Without it the replay would take these
 /// releases for the program's own, and no other setting would reserve more.
 #[test]
 fn limit_is_inferred_from_garbage_collections() {
-    let place = Place::new();
-    let file = collected(&place, true);
+    let test_dir = TestDir::new();
+    let file = collected(&test_dir, true);
     let confs = ["--conf", "", "--conf", "garbage_collection_threshold:0.5"];
-    let advice = place.run(&[&["advise", &file, "--json"], &confs[..]].concat()).ok().json();
+    let advice = test_dir.run(&[&["advise", &file, "--json"], &confs[..]].concat()).ok().json();
     assert_eq!((&advice["limit_bytes"], &advice["limit_source"]), (&json!(220 * MIB - 1), &json!("collections")));
     assert_eq!(
         (&advice["recorded"]["replayed_off_percent"], &advice["unknown"]["limit"]),
@@ -144,18 +145,18 @@ fn limit_is_inferred_from_garbage_collections() {
     );
     assert_eq!(setting(&advice, "")["peak_reserved_bytes"], 190 * MIB);
     assert_eq!(setting(&advice, "garbage_collection_threshold:0.5")["peak_reserved_bytes"], 130 * MIB);
-    let screen = place.run(&["advise", &file]).ok().stdout;
+    let screen = test_dir.run(&["advise", &file]).ok().stdout;
     let screen = screen.split_whitespace().collect::<Vec<_>>().join(" ");
     assert!(screen.contains("PyTorch collected garbage, which it does only under a memory limit. "), "{screen}");
     // Without the segments at the end the reserved bytes are unknown.
-    let cut = place.run(&["advise", &collected(&place, false), "--json"]).ok().json();
+    let cut = test_dir.run(&["advise", &collected(&test_dir, false), "--json"]).ok().json();
     assert_eq!((&cut["limit_bytes"], &cut["unknown"]["limit"]), (&Value::Null, &json!(true)), "{cut}");
-    let screen = place.run(&["advise", &collected(&place, false)]).ok().stdout;
+    let screen = test_dir.run(&["advise", &collected(&test_dir, false)]).ok().stdout;
     assert!(screen.contains("Pass the limit with --limit"), "{screen}");
-    let file = collected(&place, true);
+    let file = collected(&test_dir, true);
     // For a larger GPU: the recorded collections still happened under the smaller limit.
     let larger = [&["advise", &file, "--json", "--limit", "1GiB"], &confs[..]].concat();
-    let advice = place.run(&larger).ok().json();
+    let advice = test_dir.run(&larger).ok().json();
     assert_eq!((&advice["limit_source"], &advice["recorded"]["replayed_off_percent"]), (&json!("given"), &Value::Null));
     for conf in ["", "garbage_collection_threshold:0.5"] {
         assert_eq!(setting(&advice, conf)["peak_reserved_bytes"], 190 * MIB, "{conf}");
@@ -164,16 +165,16 @@ fn limit_is_inferred_from_garbage_collections() {
 
 #[test]
 fn commands_warn_of_collections_under_an_unknown_limit() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     let warning = "without --limit that counts as calls of empty_cache";
     for (complete, bound) in
         [(true, format!("; it was 220.0 MiB or less: --limit {}B", 220 * MIB - 1)), (false, String::new())]
     {
-        let file = collected(&place, complete);
+        let file = collected(&test_dir, complete);
         for command in [&["replay", &file, "--device", "null"][..], &["capacity", &file], &["plan", &file]] {
-            let stderr = place.run(command).ok().stderr;
+            let stderr = test_dir.run(command).ok().stderr;
             assert!(stderr.contains(&format!("{warning}{bound}\n")), "{stderr}");
-            let stderr = place.run(&[command, &["--limit", "200MiB"]].concat()).ok().stderr;
+            let stderr = test_dir.run(&[command, &["--limit", "200MiB"]].concat()).ok().stderr;
             assert!(!stderr.contains("warning"), "{stderr}");
         }
     }
@@ -182,7 +183,7 @@ fn commands_warn_of_collections_under_an_unknown_limit() {
 /// A segment that is larger than PyTorch's policy allocates for the request, so that no replay matches.
 #[test]
 fn advise_cautions_if_the_replay_deviates_from_the_recording() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     let events = [event("segment_alloc", 1 << 30, 100 * MIB), event("alloc", 1 << 30, 33 * MIB)];
     let blocks = json!([
         {"address": 1 << 30, "size": 33 * MIB, "requested_size": 33 * MIB, "state": "active_allocated"},
@@ -190,11 +191,11 @@ fn advise_cautions_if_the_replay_deviates_from_the_recording() {
     ]);
     let segment = json!({"device": 0, "address": 1 << 30, "total_size": 100 * MIB, "stream": 0, "segment_type": "large",
         "segment_pool_id": [0, 0], "is_expandable": false, "blocks": blocks});
-    let file = place.write(
+    let file = test_dir.write(
         "off.json",
         json!({"segments": [segment], "device_traces": [events], "allocator_settings": {}}).to_string(),
     );
-    let screen = place.run(&["advise", &file, "--conf", "expandable_segments:True"]).ok().stdout;
+    let screen = test_dir.run(&["advise", &file, "--conf", "expandable_segments:True"]).ok().stdout;
     let help = screen.split("What would help").nth(1).unwrap();
     let first = "Caution: the replay of the current settings reserves 66.0 % less than recorded.";
     assert!(help.trim_start().starts_with(first), "{screen}");
@@ -210,20 +211,20 @@ fn advise_cautions_if_the_replay_deviates_from_the_recording() {
 /// PyTorch checks a request's own size, and maps full pages.
 #[test]
 fn settings_over_the_given_limit_are_not_advised() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     let arguments = ["advise", &history("mlp"), "--limit", "80MiB"];
-    let advice = place.run(&[&arguments[..], &["--json"]].concat()).ok().json();
+    let advice = test_dir.run(&[&arguments[..], &["--json"]].concat()).ok().json();
     assert_eq!(advice["verdict"], "out-of-memory");
     let first = &advice["settings"][0];
     assert_eq!((&first["over_limit"], &first["out_of_memory"]), (&json!(true), &json!(false)));
     assert_eq!(first["smallest_memory_bytes"], advice["needed_bytes"]);
     let needed = advice["needed_bytes"].as_u64().unwrap();
-    let screen = place.run(&arguments).ok().stdout;
+    let screen = test_dir.run(&arguments).ok().stdout;
     assert!(screen.contains(&format!("Minimum memory: {} MiB, under:", needed / MIB)), "{screen}");
     assert!(screen.contains("above the limit") && screen.contains("set_per_process_memory_fraction"), "{screen}");
     // The minimum memory is enough, and is not exceeded.
     let limit = format!("{}MiB", needed / MIB);
-    let advice = place.run(&["advise", &history("mlp"), "--limit", &limit, "--json"]).ok().json();
+    let advice = test_dir.run(&["advise", &history("mlp"), "--limit", &limit, "--json"]).ok().json();
     assert!(
         advice["verdict"] != "out-of-memory" && advice["settings"][0]["peak_reserved_bytes"].as_u64() <= Some(needed)
     );
@@ -231,8 +232,8 @@ fn settings_over_the_given_limit_are_not_advised() {
 
 #[test]
 fn settings_of_a_recorded_program_are_ranked_by_their_peak() {
-    let place = Place::new();
-    let advice = place.run(&["advise", &history("mlp"), "--json"]).ok().json();
+    let test_dir = TestDir::new();
+    let advice = test_dir.run(&["advise", &history("mlp"), "--json"]).ok().json();
     let recorded = &advice["recorded"];
     assert_eq!(recorded["replayed"]["peak_reserved_bytes"], recorded["peak_reserved_bytes"]);
     assert_eq!(recorded["replayed_off_percent"], 0.0);
@@ -259,7 +260,7 @@ fn settings_of_a_recorded_program_are_ranked_by_their_peak() {
 
 #[test]
 fn conf_arguments_replace_the_search() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     let confs = [
         "expandable_segments:True",
         "max_split_size_mb:32, roundup_power2_divisions:[256:1,512:2,1024:4,>:8]",
@@ -271,7 +272,7 @@ fn conf_arguments_replace_the_search() {
     let file = history("mlp");
     arguments[1] = &file;
     confs.iter().for_each(|conf| arguments.extend(["--conf", conf]));
-    let advice = place.run(&arguments).ok().json();
+    let advice = test_dir.run(&arguments).ok().json();
     let confs_in_answer: BTreeSet<&str> =
         advice["settings"].as_array().unwrap().iter().map(|setting| setting["conf"].as_str().unwrap()).collect();
     assert_eq!(confs_in_answer, BTreeSet::from(confs));
@@ -286,7 +287,7 @@ fn conf_arguments_replace_the_search() {
 
 /// Growing sizes: each allocates a segment of its own, where expandable segments use one. `fields` are keys that PyTorch 2.10
 /// adds, `frames` is the stack of each event.
-fn growing(place: &Place, fields: Value, frames: Value) -> String {
+fn growing(test_dir: &TestDir, fields: Value, frames: Value) -> String {
     let mut events = Vec::new();
     for (at, mib) in (1..).zip([30, 40, 50, 60]) {
         for action in ["segment_alloc", "alloc", "free_requested", "free_completed"] {
@@ -305,7 +306,7 @@ fn growing(place: &Place, fields: Value, frames: Value) -> String {
     let settings = json!({"PYTORCH_CUDA_ALLOC_CONF": "", "max_split_size": -1, "expandable_segments": false});
     let snapshot = json!({"segments": segments, "device_traces": [events], "external_annotations": [],
         "allocator_settings": settings});
-    place.write("growing.json", snapshot.to_string())
+    test_dir.write("growing.json", snapshot.to_string())
 }
 
 /// All settings in an answer.
@@ -316,44 +317,44 @@ fn named(advice: &Value) -> Vec<&str> {
 
 #[test]
 fn settings_that_the_version_lacks_are_not_advised() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     let (old, new) = (json!({}), json!({"compile_context": "N/A", "user_metadata": ""}));
     for (fields, version, rounds) in [(old, "2.5 to 2.7", false), (new, "2.10 or 2.11", true)] {
-        let file = growing(&place, fields, json!([]));
-        let advice = place.run(&["advise", &file, "--json"]).ok().json();
+        let file = growing(&test_dir, fields, json!([]));
+        let advice = test_dir.run(&["advise", &file, "--json"]).ok().json();
         assert_eq!(advice["torch"], version, "{advice}");
         let first = &advice["settings"][0];
         assert_eq!(first["export"], "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True");
         let named = named(&advice);
         assert_eq!(named.iter().any(|conf| conf.contains("max_non_split_rounding_mb")), rounds, "{named:?}");
-        let screen = place.run(&["advise", &file]).ok().stdout;
+        let screen = test_dir.run(&["advise", &file]).ok().stdout;
         assert!(screen.contains(&format!("PyTorch {version}")) && screen.contains(first["export"].as_str().unwrap()));
         // No version before 2.1 has expandable segments.
-        let advice = place.run(&["advise", &file, "--torch", "2.0.1", "--json"]).ok().json();
+        let advice = test_dir.run(&["advise", &file, "--torch", "2.0.1", "--json"]).ok().json();
         assert_eq!((&advice["torch"], &advice["without_expandable_segments"]), (&json!("before 2.1"), &Value::Null));
         let before: Vec<&str> = self::named(&advice);
         assert!(before.iter().all(|conf| !conf.contains("expandable") && !conf.contains("non_split")), "{before:?}");
         assert!(before.iter().any(|conf| conf.contains("max_split_size_mb")), "{before:?}");
     }
-    let file = growing(&place, json!({}), json!([]));
+    let file = growing(&test_dir, json!({}), json!([]));
     let conf = ["--conf", "pinned_free_catch_all:True"];
     let refusal = "pinned_free_catch_all requires PyTorch 2.12 and is not available in PyTorch 2.5 to 2.7; use --torch";
-    place.run(&[&["advise", &file], &conf[..]].concat()).refused(2, &[refusal]);
-    place.run(&[&["advise", &file, "--torch", "2.12"], &conf[..]].concat()).ok();
-    place.run(&["advise", &file, "--torch", "nine"]).refused(2, &["'nine' is not a version of PyTorch"]);
+    test_dir.run(&[&["advise", &file], &conf[..]].concat()).refused(2, &[refusal]);
+    test_dir.run(&[&["advise", &file, "--torch", "2.12"], &conf[..]].concat()).ok();
+    test_dir.run(&["advise", &file, "--torch", "nine"]).refused(2, &["'nine' is not a version of PyTorch"]);
 }
 
 #[test]
 fn advise_adds_an_answer_without_expandable_segments() {
-    let place = Place::new();
-    let file = growing(&place, json!({"compile_context": "N/A", "user_metadata": ""}), json!([]));
-    let advice = place.run(&["advise", &file, "--json"]).ok().json();
+    let test_dir = TestDir::new();
+    let file = growing(&test_dir, json!({"compile_context": "N/A", "user_metadata": ""}), json!([]));
+    let advice = test_dir.run(&["advise", &file, "--json"]).ok().json();
     let settings = advice["settings"].as_array().unwrap();
     assert_eq!((&settings[0]["conf"], &advice["obstacle"]), (&json!("expandable_segments:True"), &Value::Null));
     let second = &advice["without_expandable_segments"];
     let is_without = |setting: &&Value| !setting["conf"].as_str().unwrap().contains("expandable_segments");
     assert_eq!(Some(second), settings.iter().find(is_without), "{advice}");
-    let screen = place.run(&["advise", &file]).ok().stdout;
+    let screen = test_dir.run(&["advise", &file]).ok().stdout;
     let part = screen.split("\nWithout expandable segments\n").nth(1).unwrap_or_else(|| panic!("{screen}"));
     let part = part.split("\nLower bound\n").next().unwrap().split_whitespace().collect::<Vec<_>>().join(" ");
     for words in ["unavailable on Windows, before PyTorch 2.1, in a MemPool", "CUDA IPC", "DataLoader workers"] {
@@ -365,59 +366,59 @@ fn advise_adds_an_answer_without_expandable_segments() {
     }
     // The same as a search without them.
     let without = ["advise", &file, "--without", "expandable_segments", "--json"];
-    let advice = place.run(&without).ok().json();
+    let advice = test_dir.run(&without).ok().json();
     assert!(named(&advice).iter().all(|conf| !conf.contains("expandable_segments")), "{advice}");
     assert_eq!(advice["settings"][0]["peak_reserved_bytes"], second["peak_reserved_bytes"]);
     assert_eq!(advice["without_expandable_segments"], Value::Null);
     let both = [&without[..], &["--without", "roundup_power2_divisions"]].concat();
-    let advice = place.run(&both).ok().json();
+    let advice = test_dir.run(&both).ok().json();
     assert!(named(&advice).iter().all(|conf| !conf.contains("roundup")), "{advice}");
-    place
+    test_dir
         .run(&["advise", &file, "--without", "expandable"])
         .refused(2, &["'expandable' is not a setting of PyTorch's"]);
 }
 
 #[test]
 fn advise_names_the_frame_that_rules_out_expandable() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     let frame = |name: &str, file: &str| json!({"name": name, "filename": file, "line": 86});
     let main = frame("main", "/home/me/serve.py");
     let reduces = frame("__init__", "/env/vllm/distributed/device_communicators/custom_all_reduce.py");
-    let file = growing(&place, json!({}), json!([reduces, main]));
-    let advice = place.run(&["advise", &file, "--json"]).ok().json();
+    let file = growing(&test_dir, json!({}), json!([reduces, main]));
+    let advice = test_dir.run(&["advise", &file, "--json"]).ok().json();
     let shares = "The program shares GPU memory by CUDA IPC (device_communicators/custom_all_reduce.py:86 __init__)";
     assert_eq!(advice["obstacle"], shares);
-    let screen = place.run(&["advise", &file]).ok().stdout;
+    let screen = test_dir.run(&["advise", &file]).ok().stdout;
     let first = screen.split("What would help").nth(1).unwrap().split("Without expandable segments").next().unwrap();
     assert!(first.contains("The program shares GPU memory by CUDA IPC"), "{screen}");
-    let file = growing(&place, json!({}), json!([main]));
-    assert_eq!(place.run(&["advise", &file, "--json"]).ok().json()["obstacle"], Value::Null);
+    let file = growing(&test_dir, json!({}), json!([main]));
+    assert_eq!(test_dir.run(&["advise", &file, "--json"]).ok().json()["obstacle"], Value::Null);
 }
 
 #[test]
 fn garbage_collection_comes_with_its_python_line() {
-    let place = Place::new();
-    let file = growing(&place, json!({}), json!([]));
+    let test_dir = TestDir::new();
+    let file = growing(&test_dir, json!({}), json!([]));
     let arguments = ["advise", &file, "--conf", "garbage_collection_threshold:0.6", "--limit", "170MiB"];
     let line = format!("torch.cuda.set_per_process_memory_fraction({} / torch.cuda.mem_get_info()[1])", 170 * MIB);
-    let advice = place.run(&[&arguments[..], &["--json"]].concat()).ok().json();
+    let advice = test_dir.run(&[&arguments[..], &["--json"]].concat()).ok().json();
     // The current settings reserve no more under that limit.
     assert_eq!((&advice["verdict"], &advice["settings"][0]["python"]), (&json!("keep"), &json!(line)), "{advice}");
-    let screen = place.run(&arguments).ok().stdout;
+    let screen = test_dir.run(&arguments).ok().stdout;
     let screen = screen.split_whitespace().collect::<Vec<_>>().join(" ");
     assert!(screen.contains(&format!("Other tested settings garbage_collection_threshold:0.6 {line}")), "{screen}");
-    let split = place.run(&["advise", &file, "--conf", "max_split_size_mb:32", "--json"]).ok().json();
+    let split = test_dir.run(&["advise", &file, "--conf", "max_split_size_mb:32", "--json"]).ok().json();
     assert_eq!(split["settings"][0]["python"], Value::Null);
 }
 
 /// Two ranks of one job: the second needs less, and one setting must serve both.
 #[test]
 fn ranks_share_one_setting_and_a_table() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     let files = ["ranks/gpt2_fsdp1.rank0", "ranks/gpt2_fsdp1.rank1"].map(history);
     let confs = ["--conf", "", "--conf", "expandable_segments:True"];
     let arguments = [&["advise", &files[0], &files[1]], &confs[..]].concat();
-    let found = place.run(&[&arguments[..], &["--json"]].concat()).ok().json();
+    let found = test_dir.run(&[&arguments[..], &["--json"]].concat()).ok().json();
     let ranks = found["ranks"].as_array().unwrap();
     assert_eq!(ranks.len(), 2);
     for (at, setting) in found["settings"].as_array().unwrap().iter().enumerate() {
@@ -429,7 +430,7 @@ fn ranks_share_one_setting_and_a_table() {
     }
     let most = ranks.iter().max_by_key(|rank| rank["recorded_peak_reserved_bytes"].as_u64()).unwrap();
     assert_eq!(found["worst"]["trace"], most["trace"]);
-    let table = place.run(&arguments).ok().stdout;
+    let table = test_dir.run(&arguments).ok().stdout;
     for words in [
         "2 recordings",
         "gpt2_fsdp1.rank1.pickle.xz",
@@ -440,23 +441,23 @@ fn ranks_share_one_setting_and_a_table() {
         assert!(table.contains(words), "{words}: {table}");
     }
     // A shard has a table of its own recordings.
-    let share = place.run(&[&arguments[..], &["--shard", "2/2", "--json"]].concat()).ok().json();
+    let share = test_dir.run(&[&arguments[..], &["--shard", "2/2", "--json"]].concat()).ok().json();
     assert_eq!(share["ranks"].as_array().unwrap().len(), 1);
     assert_eq!(share["worst"]["trace"], files[1]);
-    place.run(&["advise", &files[0], "--shard", "2/2"]).refused(2, &["--shard 2/2: there is 1 recording;"]);
+    test_dir.run(&["advise", &files[0], "--shard", "2/2"]).refused(2, &["--shard 2/2: there is 1 recording;"]);
 }
 
 /// Files that cannot be read are left out, and the table shows the outliers of many recordings.
 #[test]
 fn unreadable_ranks_are_left_out() {
-    let place = Place::new();
-    let junk = place.write("junk.pickle", "no snapshot\n");
-    let snapshot = std::fs::read_to_string(rounded_out_of_memory(&place)).unwrap();
-    let mut files: Vec<String> = (0..10).map(|rank| place.write(&format!("rank{rank}.json"), &snapshot)).collect();
+    let test_dir = TestDir::new();
+    let junk = test_dir.write("junk.pickle", "no snapshot\n");
+    let snapshot = std::fs::read_to_string(rounded_out_of_memory(&test_dir)).unwrap();
+    let mut files: Vec<String> = (0..10).map(|rank| test_dir.write(&format!("rank{rank}.json"), &snapshot)).collect();
     files.push(junk.clone());
     let files: Vec<&str> = files.iter().map(String::as_str).collect();
     let arguments = [&["advise"], &files[..], &["--conf", ""]].concat();
-    let output = place.run(&[&arguments[..], &["--json"]].concat()).ok();
+    let output = test_dir.run(&[&arguments[..], &["--json"]].concat()).ok();
     assert!(
         output.stderr.contains("junk.pickle") && output.stderr.contains("continuing without it"),
         "{}",
@@ -464,15 +465,15 @@ fn unreadable_ranks_are_left_out() {
     );
     let found = output.json();
     assert_eq!((found["ranks"].as_array().unwrap().len(), &found["unread"][0]["trace"]), (10, &json!(junk)));
-    let table = place.run(&arguments).ok().stdout;
+    let table = test_dir.run(&arguments).ok().stdout;
     assert!(table.contains("10 recordings") && table.contains("2 more are nearer to the median"), "{table}");
-    place.run(&["advise", &junk, &junk]).refused(2, &["none of the 2 recordings could be read"]);
+    test_dir.run(&["advise", &junk, &junk]).refused(2, &["none of the 2 recordings could be read"]);
 }
 
 /// The program was killed between a free and its completion, before it wrote its settings.
 #[test]
 fn truncated_file_is_answered_for_its_events() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     let mut events = vec![event("segment_alloc", 1 << 30, 48 * MIB)];
     for _ in 0..3 {
         for action in ["alloc", "free_requested", "free_completed"] {
@@ -481,13 +482,13 @@ fn truncated_file_is_answered_for_its_events() {
     }
     let snapshot = json!({"segments": [], "device_traces": [events], "allocator_settings": {}}).to_string();
     let end = snapshot.rfind("{\"action\":\"free_completed\"").unwrap();
-    let file = place.write("cut.json", &snapshot[..end + 9]);
-    let output = place.run(&["advise", &file, "--json"]).ok();
+    let file = test_dir.write("cut.json", &snapshot[..end + 9]);
+    let output = test_dir.run(&["advise", &file, "--json"]).ok();
     assert_eq!(output.stderr.matches("the file was cut short at byte").count(), 1, "{}", output.stderr);
     let advice = output.json();
     assert_eq!((&advice["events"], &advice["unknown"]["deferred_frees"]), (&json!(9), &json!(0)));
     assert!(advice["cut"].as_str().unwrap().contains("first 9 events were read"), "{advice}");
-    let screen = place.run(&["advise", &file]).ok().stdout;
+    let screen = test_dir.run(&["advise", &file]).ok().stdout;
     for words in [
         "The file was truncated; the answer covers its first 9 events.",
         "Peak reserved: at least 48 MiB. Peak live: 33 MiB.",
@@ -503,32 +504,32 @@ fn truncated_file_is_answered_for_its_events() {
 #[test]
 fn commands_of_the_python_package_are_passed_on() {
     use std::process::Command;
-    let place = Place::new();
-    place.run(&["advize"]).refused(2, &["'advize' is not a command"]);
+    let test_dir = TestDir::new();
+    test_dir.run(&["advize"]).refused(2, &["'advize' is not a command"]);
     let run = |installed: bool| {
         // An interpreter that prints its arguments.
         let finds = if installed { "exit 0" } else { "exit 1" };
-        place.program("python3", &format!("#!/bin/sh\ncase $1 in -c) {finds};; *) echo \"$@\"; exit 3;; esac\n"));
+        test_dir.program("python3", &format!("#!/bin/sh\ncase $1 in -c) {finds};; *) echo \"$@\"; exit 3;; esac\n"));
         let mut process = Command::new(common::PROGRAM);
-        let path = format!("{}:/bin:/usr/bin", place.at(".").display());
-        process.args(["steps", "runs/a", "--json"]).current_dir(place.at(".")).env("PATH", path);
+        let path = format!("{}:/bin:/usr/bin", test_dir.at(".").display());
+        process.args(["steps", "runs/a", "--json"]).current_dir(test_dir.at(".")).env("PATH", path);
         Ran::of(process.output().unwrap())
     };
     run(false).refused(2, &["steps: needs the analysis package", "pip install ./analysis"]);
     let ran = run(true);
     assert_eq!((ran.code, ran.stdout.trim()), (Some(3), "-m vramlab_analysis steps runs/a --json"), "{ran:?}");
-    let help = place.run(&["--help"]).ok().stdout;
+    let help = test_dir.run(&["--help"]).ok().stdout;
     assert!(help.contains("steps, losses") && help.contains("advise"), "{help}");
 }
 
 #[test]
 fn advise_fits_one_screen() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     let mut process = std::process::Command::new(common::PROGRAM);
     // A short path: a long one takes lines of its own.
-    std::fs::copy(history("streams"), place.at("streams.pickle.xz")).unwrap();
+    std::fs::copy(history("streams"), test_dir.at("streams.pickle.xz")).unwrap();
     process.args(["advise", "streams.pickle.xz"]).env("COLUMNS", "80").env("NO_COLOR", "1");
-    let text = Ran::of(process.current_dir(place.at(".")).output().unwrap()).ok().stdout;
+    let text = Ran::of(process.current_dir(test_dir.at(".")).output().unwrap()).ok().stdout;
     let titles = ["What happened", "What would help", "Next best", "\nLower bound\n", "\nUnknown\n"];
     let at: Vec<usize> =
         titles.iter().map(|title| text.find(title).unwrap_or_else(|| panic!("{title}: {text}"))).collect();
@@ -549,9 +550,10 @@ fn advise_fits_one_screen() {
 
 #[test]
 fn bad_input_gets_one_line() {
-    let place = Place::new();
-    let (file, junk) = (rounded_out_of_memory(&place), place.write("junk.pickle", "no snapshot\n"));
-    let refused = |arguments: &[&str], words: &[&str]| place.run(&[&["advise"], arguments].concat()).refused(2, words);
+    let test_dir = TestDir::new();
+    let (file, junk) = (rounded_out_of_memory(&test_dir), test_dir.write("junk.pickle", "no snapshot\n"));
+    let refused =
+        |arguments: &[&str], words: &[&str]| test_dir.run(&[&["advise"], arguments].concat()).refused(2, words);
     refused(&[&junk], &["junk.pickle"]);
     refused(&["gone.pickle"], &["gone.pickle"]);
     refused(&[&file, "--limit", "24"], &["--limit 24:", "24 B", "24GiB"]);
@@ -589,7 +591,7 @@ fn paths(value: &Value, at: &str, out: &mut BTreeSet<String>) {
 
 #[test]
 fn schema_describes_every_key_of_advise() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     let schema = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("schema.md")).unwrap();
     let part = |from: &str, to: &str| schema.split(from).nth(1).and_then(|rest| rest.split(to).next()).unwrap();
     let tables = [part("\n# Advice\n", "\n## explain\n"), part("\n### Bounds\n", "\n## ")];
@@ -600,17 +602,17 @@ fn schema_describes_every_key_of_advise() {
     let described: BTreeSet<String> = keys.map(last).collect();
     let mut written = BTreeSet::new();
     let files = ["gpt2_fsdp1.rank0", "gpt2_fsdp1.rank1"].map(|name| history(&format!("ranks/{name}")));
-    let junk = place.write("junk.pickle", "no snapshot\n");
-    let ranks = place.run(&["advise", &files[0], &files[1], &junk, "--conf", "", "--json"]).ok().json();
+    let junk = test_dir.write("junk.pickle", "no snapshot\n");
+    let ranks = test_dir.run(&["advise", &files[0], &files[1], &junk, "--conf", "", "--json"]).ok().json();
     paths(&ranks, "", &mut written);
     for arguments in [&["--limit", "70MiB"][..], &["--limit", "10MiB"]] {
         let advice =
-            place.run(&[&["advise", &rounded_out_of_memory(&place), "--json"], arguments].concat()).ok().json();
+            test_dir.run(&[&["advise", &rounded_out_of_memory(&test_dir), "--json"], arguments].concat()).ok().json();
         paths(&advice, "", &mut written);
     }
     // With a limit inferred from stack traces.
     let full = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/full.pickle.xz");
-    let full = place.run(&["advise", full.to_str().unwrap(), "--conf", "", "--json"]).ok().json();
+    let full = test_dir.run(&["advise", full.to_str().unwrap(), "--conf", "", "--json"]).ok().json();
     paths(&full, "", &mut written);
     // With phases, and memory that is free on another stream.
     let mut story = Story::default();
@@ -624,14 +626,14 @@ fn schema_describes_every_key_of_advise() {
         }
         story.annotate(name, "END", story.events.len());
     }
-    let phases = place.write("phases.json", story.text());
-    paths(&place.run(&["advise", &phases, "--conf", "", "--json"]).ok().json(), "", &mut written);
+    let phases = test_dir.write("phases.json", story.text());
+    paths(&test_dir.run(&["advise", &phases, "--conf", "", "--json"]).ok().json(), "", &mut written);
     // With another GPU.
-    let one = std::fs::read_to_string(rounded_out_of_memory(&place)).unwrap();
+    let one = std::fs::read_to_string(rounded_out_of_memory(&test_dir)).unwrap();
     let mut two: Value = serde_json::from_str(&one).unwrap();
     two["device_traces"].as_array_mut().unwrap().push(json!([event("segment_alloc", 1 << 30, 2 * MIB)]));
-    let two = place.write("two.json", two.to_string());
-    paths(&place.run(&["advise", &two, "--conf", "", "--json"]).ok().json(), "", &mut written);
+    let two = test_dir.write("two.json", two.to_string());
+    paths(&test_dir.run(&["advise", &two, "--conf", "", "--json"]).ok().json(), "", &mut written);
     let written: BTreeSet<String> = written.iter().map(|path| last(path)).collect();
     assert_eq!(written.difference(&described).collect::<Vec<_>>(), Vec::<&String>::new(), "written and not described");
     assert_eq!(described.difference(&written).collect::<Vec<_>>(), Vec::<&String>::new(), "described and not written");
@@ -639,10 +641,10 @@ fn schema_describes_every_key_of_advise() {
 
 #[test]
 fn saving_under_another_limit_is_that_of_the_replay() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     let file = history("resnet50");
     let saving = |arguments: &[&str]| {
-        let advice = place.run(&[&["advise", &file, "--json"], arguments].concat()).ok().json();
+        let advice = test_dir.run(&[&["advise", &file, "--json"], arguments].concat()).ok().json();
         let reserved = |of: &Value| of["peak_reserved_bytes"].as_f64().unwrap();
         let less = 1.0 - reserved(&advice["settings"][0]) / reserved(&advice["recorded"]["replayed"]);
         assert!((advice["saving_percent"].as_f64().unwrap() - 100.0 * less).abs() < 1e-9, "{arguments:?}: {advice}");

@@ -1,7 +1,7 @@
 //! The sentences, the rows and the bounds of `advise` agree with each other and with the recording.
 
 use crate::common::{
-    Place,
+    TestDir,
     story::{BASE, MIB, Story, script},
 };
 use serde_json::{Value, json};
@@ -48,15 +48,15 @@ fn pending_at_end(streams: bool) -> Story {
 
 #[test]
 fn frees_that_never_complete_stay_pending_in_replays() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     for streams in [false, true] {
-        let file = place.write("pending.json", pending_at_end(streams).text());
+        let file = test_dir.write("pending.json", pending_at_end(streams).text());
         let peak = 6 * GIB + if streams { 20 * MIB } else { 0 };
-        let advice = place.run(&["advise", &file, "--json"]).ok().json();
+        let advice = test_dir.run(&["advise", &file, "--json"]).ok().json();
         assert_eq!(advice["recorded"]["peak_reserved_bytes"], peak);
         assert_eq!(advice["recorded"]["replayed"]["peak_reserved_bytes"], peak, "{advice}");
         assert_eq!(advice["unknown"]["deferred_frees"], 1);
-        let rows = place.run(&["replay", &file, "--alloc", "caching,pytorch", "--json"]).rows();
+        let rows = test_dir.run(&["replay", &file, "--alloc", "caching,pytorch", "--json"]).rows();
         assert!(rows.len() == 2 && rows.iter().all(|row| row["peak_reserved_bytes"] == peak), "{rows:?}");
     }
 }
@@ -83,11 +83,11 @@ fn out_of_memory_after_free(streams: bool) -> Story {
 
 #[test]
 fn failed_requests_are_in_the_bounds_and_plain_frees_do_not_wait() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     for streams in [false, true] {
-        let file = place.write("oom.json", out_of_memory_after_free(streams).text());
+        let file = test_dir.write("oom.json", out_of_memory_after_free(streams).text());
         for limit in [&[][..], &["--limit", "12GiB"]] {
-            let advice = place.run(&[&["advise", &file, "--json"], limit].concat()).ok().json();
+            let advice = test_dir.run(&[&["advise", &file, "--json"], limit].concat()).ok().json();
             assert_eq!(advice["unknown"]["deferred_frees"], 0, "{advice}");
             let needed = 11 * GIB + 400 * MIB + if streams { 20 * MIB } else { 0 };
             for bound in ["live_bytes", "lower_bound_bytes", "plan_bytes"] {
@@ -106,18 +106,18 @@ fn section<'a>(screen: &'a str, title: &str) -> Vec<&'a str> {
 
 #[test]
 fn next_best_lists_only_what_is_better_than_the_current_settings() {
-    let place = Place::new();
-    let file = place.write("pending.json", pending_at_end(false).text());
-    let screen = place.run(&["advise", &file]).ok().stdout;
+    let test_dir = TestDir::new();
+    let file = test_dir.write("pending.json", pending_at_end(false).text());
+    let screen = test_dir.run(&["advise", &file]).ok().stdout;
     assert!(screen.contains(" tested is better:") && !screen.contains("Next best"), "{screen}");
     // Settings of the command line are shown as they are.
     let arguments = ["advise", &file, "--conf", "", "--conf", "max_split_size_mb:64"];
-    let screen = place.run(&arguments).ok().stdout;
+    let screen = test_dir.run(&arguments).ok().stdout;
     assert!(section(&screen, "Other tested settings").contains(&"  max_split_size_mb:64"), "{screen}");
     // Where memory runs out, every setting under which it does not is better.
-    let file = place.write("oom.json", out_of_memory_after_free(false).text());
-    let advice = place.run(&["advise", &file, "--json"]).ok().json();
-    let screen = place.run(&["advise", &file]).ok().stdout;
+    let file = test_dir.write("oom.json", out_of_memory_after_free(false).text());
+    let advice = test_dir.run(&["advise", &file, "--json"]).ok().json();
+    let screen = test_dir.run(&["advise", &file]).ok().stdout;
     let settings = advice["settings"].as_array().unwrap();
     let runs = |text: &str| settings.iter().any(|setting| setting["conf"] == text && setting["out_of_memory"] == false);
     let next: Vec<&str> = section(&screen, "Next best").into_iter().filter(|line| !line.starts_with("    ")).collect();
@@ -126,27 +126,27 @@ fn next_best_lists_only_what_is_better_than_the_current_settings() {
 
 #[test]
 fn row_of_the_current_settings_has_the_same_figures_as_the_others() {
-    let place = Place::new();
-    let file = place.write("oom.json", out_of_memory_after_free(false).text());
-    let advice = place.run(&["advise", &file, "--json"]).ok().json();
+    let test_dir = TestDir::new();
+    let file = test_dir.write("oom.json", out_of_memory_after_free(false).text());
+    let advice = test_dir.run(&["advise", &file, "--json"]).ok().json();
     let least = advice["recorded"]["smallest_memory_bytes"].as_u64().unwrap();
     assert!(least > 12 * GIB, "it ran out of memory in 12 GiB: {advice}");
-    let screen = place.run(&["advise", &file]).ok().stdout;
+    let screen = test_dir.run(&["advise", &file]).ok().stdout;
     let row = screen.split("  current settings: ").nth(1).unwrap().split("\n\n").next().unwrap();
     for figure in ["peak reserved", "minimum memory", "driver call"] {
         assert!(row.contains(figure), "{figure}: {screen}");
     }
     // As the same setting tested by itself.
-    let tested = place.run(&["advise", &file, "--conf", "", "--json"]).ok().json();
+    let tested = test_dir.run(&["advise", &file, "--conf", "", "--json"]).ok().json();
     assert_eq!(tested["settings"][0]["smallest_memory_bytes"], json!(least));
     assert_ne!(advice["settings"][0]["conf"], Value::from(""));
 }
 
 #[test]
 fn limit_is_echoed_as_typed_and_the_export_stays_on_one_line() {
-    let place = Place::new();
-    let file = place.write("oom.json", out_of_memory_after_free(false).text());
-    let screen = place.run(&["advise", &file, "--limit", "11.75GiB"]).ok().stdout;
+    let test_dir = TestDir::new();
+    let file = test_dir.write("oom.json", out_of_memory_after_free(false).text());
+    let screen = test_dir.run(&["advise", &file, "--limit", "11.75GiB"]).ok().stdout;
     assert!(screen.contains("Memory limit: --limit 11.75GiB."), "{screen}");
     assert!(screen.lines().last().unwrap().contains("--limit 11.75GiB"), "{screen}");
     let conf = "max_split_size_mb:64,roundup_power2_divisions:[256:1,512:2,1024:4,>:8],max_non_split_rounding_mb:128";
@@ -171,9 +171,9 @@ fn late() -> Story {
 
 #[test]
 fn late_recording_says_what_is_compared() {
-    let place = Place::new();
-    let file = place.write("late.json", late().text());
-    let advice = place.run(&["advise", &file, "--json"]).ok().json();
+    let test_dir = TestDir::new();
+    let file = test_dir.write("late.json", late().text());
+    let advice = test_dir.run(&["advise", &file, "--json"]).ok().json();
     let (first, now) = (&advice["settings"][0], &advice["recorded"]["replayed"]);
     assert_eq!((&advice["verdict"], &advice["saving_percent"]), (&json!("keep"), &json!(0.0)), "{advice}");
     // The first setting reserves less than the replay, and not less than the current settings without the cache.
@@ -184,7 +184,7 @@ fn late_recording_says_what_is_compared() {
     ]
     .map(|bytes| bytes.as_u64().unwrap());
     assert!(same_start <= peak && peak < replayed, "{advice}");
-    let screen = place.run(&["advise", &file]).ok().stdout;
+    let screen = test_dir.run(&["advise", &file]).ok().stdout;
     let words = screen.split_whitespace().collect::<Vec<_>>().join(" ");
     let less = 100.0 * (1.0 - peak as f64 / replayed as f64);
     let conf = first["conf"].as_str().unwrap();

@@ -1,13 +1,13 @@
 //! `vramlab convert` from the command line.
 
-use crate::common::{Place, Ran};
+use crate::common::{Ran, TestDir};
 use crate::mutate;
 use serde_json::{Value, json};
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use vramlab::histories::formats::{Action, Event, ReadOptions, Summary, read};
 
-fn convert(dir: &Place, from: &Path, to: &str, out: &str, more: &[&str]) -> Ran {
+fn convert(dir: &TestDir, from: &Path, to: &str, out: &str, more: &[&str]) -> Ran {
     let mut command = dir.process(&["convert"]);
     command.arg(from).args(["--to", to, "-o", out]).args(more);
     Ran::of(command.output().unwrap())
@@ -76,7 +76,7 @@ fn two_gpus() -> String {
 
 #[test]
 fn a_snapshot_converted_to_a_snapshot_is_equal() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     for name in ["small.p2.pickle", "small.p4.pickle", "small.torch.pickle", "small.json"] {
         let (events, summary) = read_all(&fixture(name));
         for (to, out) in [("snapshot", "out.pickle"), ("snapshot-json", "out.json")] {
@@ -98,7 +98,7 @@ fn a_snapshot_converted_to_a_snapshot_is_equal() {
 
 #[test]
 fn each_format_contains_the_reported_events() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     let from = fixture("small.p4.pickle");
     let (events, _) = read_all(&from);
     let all = events.len();
@@ -129,7 +129,7 @@ fn each_format_contains_the_reported_events() {
 
 #[test]
 fn uses_are_omitted_from_formats_without_them() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     let from = dir.file("trace.jsonl", trace());
     let line = convert(&dir, &from, "snapshot", "a.pickle", &[]).line();
     assert!(line.contains("(trace) to a.pickle (snapshot): 4 events of 1 GPU; omitted: 1 record_use"), "{line}");
@@ -140,7 +140,7 @@ fn uses_are_omitted_from_formats_without_them() {
 
 #[test]
 fn other_formats_are_converted_to_snapshots() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     let seeds = mutate::seeds("csv");
     for name in ["rmm.csv", "minimalloc.csv", "stalloc.txt"] {
         let (_, bytes) = seeds.iter().find(|(seed, _)| seed == name).unwrap();
@@ -159,7 +159,7 @@ fn other_formats_are_converted_to_snapshots() {
 /// PyTorch can omit one of a free's two events (`skip_actions`).
 #[test]
 fn one_event_of_each_free_is_enough() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     let part = |action: &str, frees: [&str; 2]| {
         let event =
             |action: &str, size: u64| json!({"action": action, "addr": 4096, "size": size, "stream": 0, "time_us": 1});
@@ -189,7 +189,7 @@ fn one_event_of_each_free_is_enough() {
 
 #[test]
 fn one_of_several_gpus_is_converted() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     let from = dir.file("two.json", two_gpus());
     for to in ["rmm", "minimalloc"] {
         let output = convert(&dir, &from, to, "out", &["--force"]);
@@ -214,7 +214,7 @@ fn one_of_several_gpus_is_converted() {
 
 #[test]
 fn an_existing_file_is_replaced_only_with_force() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     let from = fixture("small.p4.pickle");
     let out = dir.file("out.csv", "precious");
     convert(&dir, &from, "rmm", "out.csv", &[]).refused(2, &["out.csv: already exists", "--force"]);
@@ -244,7 +244,7 @@ fn an_existing_file_is_replaced_only_with_force() {
 
 #[test]
 fn bad_input_gets_one_line_and_leaves_no_file() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     let evil = b"\x80\x04cos\nsystem\n(S'true'\ntR.";
     let cases: [(&str, &[u8], &[&str]); 5] = [
         ("evil.pickle", evil, &["evil.pickle", "refused"]),
@@ -274,7 +274,7 @@ fn bad_input_gets_one_line_and_leaves_no_file() {
 
 #[test]
 fn a_snapshot_without_events_keeps_its_segments() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     let text = two_gpus().replace("\"action\":\"alloc\"", "\"action\":\"unheard_of\"");
     let from = dir.file("held.json", text);
     let line = convert(&dir, &from, "snapshot", "held.pickle", &[]).line();
@@ -285,7 +285,7 @@ fn a_snapshot_without_events_keeps_its_segments() {
 
 #[test]
 fn a_timeline_shows_lines_and_annotations_on_few_tracks() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     // Sixty live blocks, more than tracks; annotations may contain any text.
     let hostile = "a\"</script>\\ \u{1}";
     let frames = serde_json::json!([

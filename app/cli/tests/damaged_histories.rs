@@ -1,7 +1,7 @@
 //! Damaged recordings: contradictory events, which every command refuses with the same line or all answer, and recordings whose
 //! beginning or end is missing.
 
-use crate::common::Place;
+use crate::common::TestDir;
 use crate::common::story::{self, Story};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
@@ -41,10 +41,10 @@ fn edit(events: &mut Vec<Value>, random: &mut Random) {
 }
 
 /// A recording of the repository as a snapshot in JSON.
-fn snapshot(place: &Place, name: &str) -> Value {
+fn snapshot(test_dir: &TestDir, name: &str) -> Value {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(name);
-    place.run(&["convert", path.to_str().unwrap(), "--to", "snapshot-json", "--out", "seed.json", "--force"]).ok();
-    serde_json::from_slice(&std::fs::read(place.at("seed.json")).unwrap()).unwrap()
+    test_dir.run(&["convert", path.to_str().unwrap(), "--to", "snapshot-json", "--out", "seed.json", "--force"]).ok();
+    serde_json::from_slice(&std::fs::read(test_dir.at("seed.json")).unwrap()).unwrap()
 }
 
 /// Checks that no object has more active than reserved bytes. Points of the timeline are left out: an edit may move a segment's
@@ -63,7 +63,7 @@ fn check_levels(value: &Value, edit: &str) {
 }
 
 /// Whether every command answers; otherwise all refuse with the same line.
-fn answered(place: &Place, file: &str, edit: &str) -> bool {
+fn answered(test_dir: &TestDir, file: &str, edit: &str) -> bool {
     let commands: [&[&str]; 5] = [
         &["replay", file, "--alloc", "caching", "--device", "null", "--plan", "off"],
         &["explain", file, "--json"],
@@ -71,7 +71,7 @@ fn answered(place: &Place, file: &str, edit: &str) -> bool {
         &["diff", file, file],
         &["report", file, "-o", "page.html"],
     ];
-    let outputs = commands.map(|command| (command, place.run(command)));
+    let outputs = commands.map(|command| (command, test_dir.run(command)));
     let (_, first) = &outputs[0];
     for (command, other) in &outputs {
         assert_eq!((other.code, error(&other.stderr)), (first.code, error(&first.stderr)), "{edit}: {command:?}");
@@ -89,18 +89,18 @@ fn error(stderr: &str) -> Option<&str> {
 
 #[test]
 fn all_commands_refuse_the_same_edited_snapshots() {
-    let (place, mut random) = (Place::new(), Random(0x9e37_79b9_7f4a_7c15));
+    let (test_dir, mut random) = (TestDir::new(), Random(0x9e37_79b9_7f4a_7c15));
     let (mut accepted, mut refused) = (0, 0);
     let fixtures = ["resnet50.gcsplit", "graph_step.expandable", "streams.expandable"];
     for name in fixtures.map(|name| format!("allocators/histories/tests/fixtures/{name}.pickle.xz")) {
-        let mut snapshot = snapshot(&place, &name);
+        let mut snapshot = snapshot(&test_dir, &name);
         let events = snapshot["device_traces"][0].as_array().unwrap().clone();
         for number in 0..EDITS {
             let mut edited = events.clone();
             edit(&mut edited, &mut random);
             snapshot["device_traces"][0] = json!(edited);
-            let file = place.write("edited.json", snapshot.to_string());
-            *if answered(&place, &file, &format!("{name} {number}")) { &mut accepted } else { &mut refused } += 1;
+            let file = test_dir.write("edited.json", snapshot.to_string());
+            *if answered(&test_dir, &file, &format!("{name} {number}")) { &mut accepted } else { &mut refused } += 1;
         }
     }
     assert!(refused > EDITS && accepted > EDITS / 2, "{refused} refused and {accepted} answered");
@@ -108,8 +108,8 @@ fn all_commands_refuse_the_same_edited_snapshots() {
 
 #[test]
 fn all_commands_refuse_the_same_edited_logs() {
-    let (place, mut random) = (Place::new(), Random(0x2545_f491_4f6c_dd1d));
-    let mut events = snapshot(&place, "experiments/histories/mlp.pickle.xz")["device_traces"][0].take();
+    let (test_dir, mut random) = (TestDir::new(), Random(0x2545_f491_4f6c_dd1d));
+    let mut events = snapshot(&test_dir, "experiments/histories/mlp.pickle.xz")["device_traces"][0].take();
     let events = events.as_array_mut().unwrap();
     events.retain(|event| event["action"] != "free_completed");
     events.truncate(1200);
@@ -122,8 +122,8 @@ fn all_commands_refuse_the_same_edited_logs() {
             let [action, addr, size, stream] = ["action", "addr", "size", "stream"].map(|key| event[key].clone());
             json!({"time_ns": 1, "action": action, "addr": addr, "size": size, "stream": stream}).to_string() + "\n"
         };
-        let file = place.write("edited.jsonl", edited.iter().map(line).collect::<String>());
-        *if answered(&place, &file, &format!("log {number}")) { &mut accepted } else { &mut refused } += 1;
+        let file = test_dir.write("edited.jsonl", edited.iter().map(line).collect::<String>());
+        *if answered(&test_dir, &file, &format!("log {number}")) { &mut accepted } else { &mut refused } += 1;
     }
     assert!(refused > EDITS && accepted > 0, "{refused} refused and {accepted} answered");
 }
@@ -154,10 +154,10 @@ fn two_deferred_frees(idle: bool) -> Story {
 
 #[test]
 fn pending_free_shows_that_the_cache_was_not_emptied() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     let replay = |story: &Story| {
-        let file = place.write("waits.json", story.text());
-        place.run(&["replay", &file, "--alloc", "caching", "--device", "null", "--json"])
+        let file = test_dir.write("waits.json", story.text());
+        test_dir.run(&["replay", &file, "--alloc", "caching", "--device", "null", "--json"])
     };
     let rows = replay(&two_deferred_frees(false)).rows();
     let mib = |name: &str| rows[0][name].as_u64().unwrap() / MIB;
@@ -213,11 +213,11 @@ struct Answers {
 }
 
 impl Answers {
-    fn of(place: &Place, number: usize, (path, shares): &Cuts) -> Self {
+    fn of(test_dir: &TestDir, number: usize, (path, shares): &Cuts) -> Self {
         let json = format!("{number}.json");
-        place.run(&["convert", path.to_str().unwrap(), "--to", "snapshot-json", "--out", &json]).ok();
-        let mut snapshot: Value = serde_json::from_slice(&std::fs::read(place.at(&json)).unwrap()).unwrap();
-        let advise = |file: &str| place.run(&["advise", file, "--json"]).ok().json();
+        test_dir.run(&["convert", path.to_str().unwrap(), "--to", "snapshot-json", "--out", &json]).ok();
+        let mut snapshot: Value = serde_json::from_slice(&std::fs::read(test_dir.at(&json)).unwrap()).unwrap();
+        let advise = |file: &str| test_dir.run(&["advise", file, "--json"]).ok().json();
         let complete = advise(&json);
         let traces = snapshot["device_traces"].take();
         let truncated = shares.iter().map(|&lost| {
@@ -226,7 +226,7 @@ impl Answers {
                 Value::from(&events[events.len() * lost / 100..])
             };
             snapshot["device_traces"] = traces.as_array().unwrap().iter().map(keep).collect();
-            (lost, advise(&place.write(&format!("{number}.{lost}.json"), snapshot.to_string())))
+            (lost, advise(&test_dir.write(&format!("{number}.{lost}.json"), snapshot.to_string())))
         });
         let truncated = truncated.collect();
         Self { name: path.file_name().unwrap().to_string_lossy().into_owned(), complete, truncated }
@@ -235,7 +235,7 @@ impl Answers {
 
 #[test]
 fn truncated_recording_promises_no_more_than_the_complete() {
-    let (place, recordings) = (Place::new(), cuts());
+    let (test_dir, recordings) = (TestDir::new(), cuts());
     let (next, answers) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
     std::thread::scope(|scope| {
         for _ in 0..std::thread::available_parallelism().map_or(1, usize::from) {
@@ -243,7 +243,7 @@ fn truncated_recording_promises_no_more_than_the_complete() {
                 while let Some((number, cuts)) =
                     Some(next.fetch_add(1, Ordering::Relaxed)).and_then(|at| Some((at, recordings.get(at)?)))
                 {
-                    let answer = Answers::of(&place, number, cuts);
+                    let answer = Answers::of(&test_dir, number, cuts);
                     answers.lock().unwrap().push(answer);
                 }
             });
@@ -292,7 +292,7 @@ fn words(screen: &str) -> String {
 }
 
 /// A snapshot whose recording begins with the `empty_cache` of an earlier run and continues with three requests.
-fn after_an_earlier_run(place: &Place) -> String {
+fn after_an_earlier_run(test_dir: &TestDir) -> String {
     let mut events = vec![event("segment_free", 1 << 40, 512 * MIB), event("segment_free", 1 << 41, 512 * MIB)];
     let mut segments = Vec::new();
     for at in 1..=3 {
@@ -305,14 +305,14 @@ fn after_an_earlier_run(place: &Place) -> String {
             "segment_pool_id": [0, 0], "is_expandable": false, "blocks": [block]}));
     }
     let snapshot = json!({"segments": segments, "device_traces": [events], "allocator_settings": {}});
-    place.write("later.json", snapshot.to_string())
+    test_dir.write("later.json", snapshot.to_string())
 }
 
 #[test]
 fn prior_cache_is_reported_and_saves_nothing() {
-    let place = Place::new();
-    let file = after_an_earlier_run(&place);
-    let advice = place.run(&["advise", &file, "--json"]).ok().json();
+    let test_dir = TestDir::new();
+    let file = after_an_earlier_run(&test_dir);
+    let advice = test_dir.run(&["advise", &file, "--json"]).ok().json();
     let evidence = &advice["evidence"];
     assert_eq!(evidence["before"]["returned_at_once_bytes"], 1024 * MIB, "{evidence}");
     assert_eq!(
@@ -320,21 +320,21 @@ fn prior_cache_is_reported_and_saves_nothing() {
         (&json!(96 * MIB), &json!(3))
     );
     assert_eq!((&advice["verdict"], &advice["saving_percent"]), (&json!("keep"), &json!(0.0)), "{advice}");
-    let screen = place.run(&["advise", &file]).ok().stdout;
+    let screen = test_dir.run(&["advise", &file]).ok().stdout;
     assert!(screen.contains("1 GiB were cached and released before the first allocation"), "{screen}");
     assert!(screen.contains("Peak reserved without that cache: 96 MiB, 0.0 % above"), "{screen}");
     // The page says the same as the screen.
     let kept = "Keep the current settings; by peak reserved, minimum memory and driver time none of";
-    place.run(&["report", &file, "-o", "page.html"]).ok();
-    let page = std::fs::read_to_string(place.at("page.html")).unwrap();
+    test_dir.run(&["report", &file, "-o", "page.html"]).ok();
+    let page = std::fs::read_to_string(test_dir.at("page.html")).unwrap();
     assert!(page.contains(&format!("\"kept\":\"{kept}")) && words(&screen).contains(kept), "{screen}");
 }
 
 #[test]
 fn advice_is_inconclusive_if_the_prior_cache_exceeds_the_peak() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     let mut snapshot: Value =
-        serde_json::from_str(&std::fs::read_to_string(after_an_earlier_run(&place)).unwrap()).unwrap();
+        serde_json::from_str(&std::fs::read_to_string(after_an_earlier_run(&test_dir)).unwrap()).unwrap();
     // The same GiB, which stays cached.
     let events = snapshot["device_traces"][0].as_array_mut().unwrap();
     events.drain(..2);
@@ -344,18 +344,18 @@ fn advice_is_inconclusive_if_the_prior_cache_exceeds_the_peak() {
             "total_size": 512 * MIB, "stream": 0, "segment_type": "large", "segment_pool_id": [0, 0],
             "is_expandable": false, "blocks": [cached]}));
     }
-    let file = place.write("cached.json", snapshot.to_string());
-    let advice = place.run(&["advise", &file, "--conf", "expandable_segments:True", "--json"]).ok().json();
+    let file = test_dir.write("cached.json", snapshot.to_string());
+    let advice = test_dir.run(&["advise", &file, "--conf", "expandable_segments:True", "--json"]).ok().json();
     assert_eq!(advice["evidence"]["before"]["kept_unused_bytes"], 1024 * MIB, "{advice}");
     assert_eq!((&advice["verdict"], &advice["saving_percent"]), (&json!("not-said"), &Value::Null), "{advice}");
-    let screen = place.run(&["advise", &file, "--conf", "expandable_segments:True"]).ok().stdout;
+    let screen = test_dir.run(&["advise", &file, "--conf", "expandable_segments:True"]).ok().stdout;
     assert!(screen.contains("Inconclusive: ") && screen.contains("_record_memory_history"), "{screen}");
     assert!(!screen.contains("Within the recording"), "{screen}");
 }
 
 #[test]
 fn inconclusive_advice_says_if_little_is_to_be_gained() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     let block = |address: u64, size: u64, live: bool| {
         let state = if live { "active_allocated" } else { "inactive" };
         json!({"address": address, "size": size, "requested_size": if live { size } else { 0 }, "state": state})
@@ -376,14 +376,14 @@ fn inconclusive_advice_says_if_little_is_to_be_gained() {
     let mut events: Vec<Value> = (0..3).map(|at| event("alloc", cache + 2 * MIB * at, 2 * MIB)).collect();
     events.extend([event("segment_alloc", new, 2 * MIB), event("alloc", new, MIB)]);
     let snapshot = json!({"segments": segments, "device_traces": [events], "allocator_settings": {}});
-    let file = place.write("full.json", snapshot.to_string());
+    let file = test_dir.write("full.json", snapshot.to_string());
     let arguments = ["advise", &file, "--conf", "expandable_segments:True"];
-    let advice = place.run(&[&arguments[..], &["--json"]].concat()).ok().json();
+    let advice = test_dir.run(&[&arguments[..], &["--json"]].concat()).ok().json();
     assert_eq!(advice["verdict"], "not-said", "{advice}");
     let [bound, peak] =
         [&advice["lower_bound_bytes"], &advice["recorded"]["peak_reserved_bytes"]].map(|bytes| bytes.as_f64().unwrap());
     let gain = 100.0 * (1.0 - bound / peak);
-    let screen = words(&place.run(&arguments).ok().stdout);
+    let screen = words(&test_dir.run(&arguments).ok().stdout);
     let (_, after) = screen.split_once("Within the recording no setting saves more than ").expect(&screen);
     let (said, after) = after.split_once(" %: keep the current settings.").expect(&screen);
     let said: f64 = said.parse().unwrap();
@@ -392,9 +392,9 @@ fn inconclusive_advice_says_if_little_is_to_be_gained() {
 
 #[test]
 fn without_segment_events_reserved_memory_is_unknown() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     let mut snapshot: Value =
-        serde_json::from_str(&std::fs::read_to_string(after_an_earlier_run(&place)).unwrap()).unwrap();
+        serde_json::from_str(&std::fs::read_to_string(after_an_earlier_run(&test_dir)).unwrap()).unwrap();
     // Three blocks were allocated, and the segment of one is still reserved.
     let events = snapshot["device_traces"][0].as_array_mut().unwrap();
     events.retain(|event| event["action"] == "alloc");
@@ -410,12 +410,12 @@ fn without_segment_events_reserved_memory_is_unknown() {
         .collect();
     events.extend(freed);
     snapshot["segments"].as_array_mut().unwrap().truncate(1);
-    let file = place.write("few.json", snapshot.to_string());
-    let advice = place.run(&["advise", &file, "--json"]).ok().json();
+    let file = test_dir.write("few.json", snapshot.to_string());
+    let advice = test_dir.run(&["advise", &file, "--json"]).ok().json();
     assert_eq!(advice["recorded"]["peak_reserved_bytes"], Value::Null, "{advice}");
     assert_eq!(advice["saving_percent"], Value::Null, "{advice}");
     for command in ["advise", "explain"] {
-        let screen = place.run(&[command, &file]).ok().stdout;
+        let screen = test_dir.run(&[command, &file]).ok().stdout;
         assert!(!screen.contains("% above") && !screen.contains("(300"), "{screen}");
         let words = if command == "advise" { "Peak reserved: at least 96 MiB" } else { "reserved memory is unknown" };
         assert!(screen.contains(words), "{screen}");

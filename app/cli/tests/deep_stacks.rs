@@ -1,6 +1,6 @@
 //! Stacks that are deeper, and names that are longer, than those of real programs.
 
-use crate::common::Place;
+use crate::common::TestDir;
 use serde_json::{Value, json};
 
 /// A snapshot of allocations that are never freed, each with its stack.
@@ -30,11 +30,11 @@ fn sum(nodes: &Value, key: &str) -> u64 {
 
 #[test]
 fn stack_of_12000_frames_is_shown_without_its_middle() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     let deep: Vec<Value> = (0..12_000).map(|line| frame(format!("f{line}"), line)).collect();
     let text = snapshot(&[deep]);
-    let file = place.write("deep.json", &text);
-    let output = place.run(&["explain", &file, "--json"]).ok().stdout;
+    let file = test_dir.write("deep.json", &text);
+    let output = test_dir.run(&["explain", &file, "--json"]).ok().stdout;
     assert!(output.len() < text.len(), "{} bytes of {}", output.len(), text.len());
     let explained: Value = serde_json::from_str(&output).unwrap();
     let tree = &explained["who"][0]["tree"];
@@ -44,19 +44,19 @@ fn stack_of_12000_frames_is_shown_without_its_middle() {
     let shown = tree.to_string();
     assert!(shown.contains("train.py:11999 f11999") && shown.contains("train.py:1 f1"), "{shown}");
     assert!(shown.contains("11945 calls in between"), "{shown}");
-    place.run(&["explain", &file]).ok();
-    place.run(&["advise", &file]).ok();
-    place.run(&["report", &file, "-o", "report.html"]).ok();
-    assert!(std::fs::metadata(place.at("report.html")).unwrap().len() < 16 << 20);
+    test_dir.run(&["explain", &file]).ok();
+    test_dir.run(&["advise", &file]).ok();
+    test_dir.run(&["report", &file, "-o", "report.html"]).ok();
+    assert!(std::fs::metadata(test_dir.at("report.html")).unwrap().len() < 16 << 20);
 }
 
 #[test]
 fn many_calls_are_shown_as_the_largest_and_a_sum() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     let stack = |number: usize| (1..51).map(|line| frame(format!("f{number}_{line}"), line)).rev().collect();
     let stacks: Vec<Vec<Value>> = (0..200).map(stack).collect();
-    let file = place.write("many.json", snapshot(&stacks));
-    let explained: Value = serde_json::from_str(&place.run(&["explain", &file, "--json"]).ok().stdout).unwrap();
+    let file = test_dir.write("many.json", snapshot(&stacks));
+    let explained: Value = serde_json::from_str(&test_dir.run(&["explain", &file, "--json"]).ok().stdout).unwrap();
     let tree = &explained["who"][0]["tree"];
     let (_, count) = depth_and_count(tree);
     assert!((4000..8200).contains(&count), "{count} of 10,000");
@@ -66,17 +66,17 @@ fn many_calls_are_shown_as_the_largest_and_a_sum() {
 
 #[test]
 fn name_of_200_kib_is_truncated() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     let long = |letter: &str| format!("{}\u{1b}[31m", letter.repeat(200 << 10));
     let stack = vec![json!({"filename": format!("/{}.py", long("p")), "name": long("n"), "line": 7})];
     let mut text: Value = serde_json::from_str(&snapshot(&[stack])).unwrap();
     text["external_annotations"] = json!([{"name": long("a"), "device": 0, "stage": "START", "time_us": 0}]);
-    let file = place.write("long.json", text.to_string());
+    let file = test_dir.write("long.json", text.to_string());
     for arguments in [&["explain", &file][..], &["explain", &file, "--json"], &["advise", &file]] {
-        let output = place.run(arguments).ok();
+        let output = test_dir.run(arguments).ok();
         assert!(output.stdout.len() < 100 << 10, "{arguments:?}: {} bytes", output.stdout.len());
         assert!(!output.stdout.contains('\u{1b}'), "{arguments:?}");
     }
-    place.run(&["report", &file, "-o", "report.html"]).ok();
-    assert!(std::fs::metadata(place.at("report.html")).unwrap().len() < 1 << 20);
+    test_dir.run(&["report", &file, "-o", "report.html"]).ok();
+    assert!(std::fs::metadata(test_dir.at("report.html")).unwrap().len() < 1 << 20);
 }

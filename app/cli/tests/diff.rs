@@ -1,6 +1,6 @@
 //! `diff` on small recordings with known answers.
 
-use crate::common::Place;
+use crate::common::TestDir;
 use crate::common::story::{MIB, Story, script};
 use serde_json::{Value, json};
 use std::path::Path;
@@ -20,7 +20,7 @@ fn story(frames: bool) -> Story {
     story
 }
 
-fn diff_json(dir: &Place, arguments: &[&str]) -> Value {
+fn diff_json(dir: &TestDir, arguments: &[&str]) -> Value {
     let output = dir.run(&[&["diff", "--json"], arguments].concat()).ok();
     serde_json::from_str(&output.stdout).unwrap()
 }
@@ -42,7 +42,7 @@ const CHANGED: [(&str, &str, u64, u64); 3] = [
 
 #[test]
 fn two_moments_of_one_snapshot_are_compared() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     let file = dir.write("a.json", story(true).text());
     let end = diff_json(&dir, &[&file, "--at", "4", "end"]);
     assert_eq!(lines(&end), CHANGED);
@@ -63,7 +63,7 @@ fn two_moments_of_one_snapshot_are_compared() {
 
 #[test]
 fn two_snapshots_are_compared() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     let whole = story(true);
     let mut half = story(true);
     half.events.truncate(4);
@@ -80,7 +80,7 @@ fn two_snapshots_are_compared() {
 
 #[test]
 fn recordings_without_frames_are_compared_by_size() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     let file = dir.write("sizes.json", story(false).text());
     let diff = diff_json(&dir, &[&file, "--at", "4", "end"]);
     let sizes: Vec<(u64, &str)> = diff["sizes"]
@@ -96,7 +96,7 @@ fn recordings_without_frames_are_compared_by_size() {
 
 #[test]
 fn invalid_comparisons_are_refused_in_one_line() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     let file = dir.write("a.json", story(true).text());
     for (arguments, words) in [
         (&[file.as_str()][..], "name a second snapshot, or two moments"),
@@ -119,7 +119,7 @@ fn trace(name: &str) -> String {
 
 #[test]
 fn a_replay_by_its_offline_placement_needs_the_planned_memory() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     let plan = dir.at("plan.json");
     let alloc = format!("plan:file={}", plan.to_str().unwrap());
     // With two streams both plans: that with waits between them, and that without.

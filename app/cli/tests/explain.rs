@@ -1,6 +1,6 @@
 //! `explain` on small recordings with known answers.
 
-use crate::common::Place;
+use crate::common::TestDir;
 use crate::common::story::{BASE, MIB, Story, library, script, torch};
 use crate::common::story::{agrees, explain, explain_json, part};
 use serde_json::{Value, json};
@@ -35,7 +35,7 @@ fn holes() -> Story {
 
 #[test]
 fn holders_keeping_blocks_and_stranded_memory_are_found() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     let file = dir.write("holes.json", holes().text());
     let explanation = explain_json(&dir, &[&file]);
     let peak = &explanation["peak_reserved"];
@@ -103,7 +103,7 @@ fn holders_keeping_blocks_and_stranded_memory_are_found() {
 
 #[test]
 fn blocks_without_frames_get_the_last_line_before_them() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     let mut story = Story::default();
     story.segment(0, 20 * MIB, 0);
     story.alloc(0, MIB + MIB / 2, 0, json!([script(5, "backward")]));
@@ -116,7 +116,7 @@ fn blocks_without_frames_get_the_last_line_before_them() {
 
 #[test]
 fn retries_are_distinguished_from_empty_cache_and_have_a_cause() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     let mut story = Story::default();
     // 10 MiB and 10 MiB free, 15 MiB requested.
     for at in [0, 1 << 30] {
@@ -159,7 +159,7 @@ fn retries_are_distinguished_from_empty_cache_and_have_a_cause() {
 
 #[test]
 fn every_cause_of_a_miss_is_inferred() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     // Name, settings, requested bytes on stream 0, a free block's bytes and stream, and the expected cause.
     let cases = [
         ("class", json!({}), 900 << 10, 20 * MIB, 0, "class"),
@@ -199,7 +199,7 @@ fn every_cause_of_a_miss_is_inferred() {
 
 #[test]
 fn deferred_frees_are_counted_by_stream() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     let mut story = Story::default();
     story.segment(0, 20 * MIB, 0);
     story.alloc(0, 8 * MIB, 0, json!([script(3, "prefetch")]));
@@ -233,7 +233,7 @@ fn deferred_frees_are_counted_by_stream() {
 
 #[test]
 fn growth_is_reported_between_repetitions_and_given_moments() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     let mut story = Story::default();
     story.segment(0, 200 * MIB, 0);
     for step in 0..20 {
@@ -273,7 +273,7 @@ fn growth_is_reported_between_repetitions_and_given_moments() {
 
 #[test]
 fn a_late_recording_and_one_without_events_are_explained() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     let mut story = Story::default();
     let block = |at: u64, bytes: u64, state: &str, frames: Value| json!({"address": BASE + at, "size": bytes, "requested_size": bytes, "state": state, "frames": frames});
     story.segments.push(json!({
@@ -305,7 +305,7 @@ fn a_late_recording_and_one_without_events_are_explained() {
 
 #[test]
 fn a_truncated_file_is_explained_up_to_the_cut() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     let file = dir.write("whole.json", holes().text());
     for form in ["snapshot", "snapshot-json"] {
         let to = dir.at("whole.out");
@@ -337,7 +337,7 @@ fn a_truncated_file_is_explained_up_to_the_cut() {
 
 #[test]
 fn ranks_are_listed_in_one_table_with_outliers_first() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     let rank = |extra: u64| {
         let mut story = holes();
         if extra > 0 {
@@ -383,7 +383,7 @@ fn ranks_are_listed_in_one_table_with_outliers_first() {
 
 #[test]
 fn the_breakdown_equals_that_of_the_replay() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     agrees(&dir, &dir.write("holes.json", holes().text()));
 }
 
@@ -404,7 +404,7 @@ fn keys(value: &Value, before: &str, out: &mut BTreeSet<String>) {
 
 #[test]
 fn every_key_is_described() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     let mut story = holes();
     story.event("free_requested", BASE, 2 * MIB, 0, json!([]));
     story.event("oom", 3, 1 << 40, 0, json!([script(3, "c")]));
@@ -435,7 +435,7 @@ fn without(story: &Story, actions: &[&str]) -> Story {
 
 #[test]
 fn one_event_of_each_free_is_enough() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     let mut story = Story::default();
     story.segment(0, 20 * MIB, 0);
     for _ in 0..3 {

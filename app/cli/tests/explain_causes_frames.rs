@@ -1,6 +1,6 @@
 //! Causes that `explain` infers, and lines inferred from stack frames.
 
-use crate::common::Place;
+use crate::common::TestDir;
 use crate::common::story::{BASE, MIB, Story, script};
 use crate::common::story::{agrees, explain, explain_json, part};
 use serde_json::{Value, json};
@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 #[test]
 fn frees_that_complete_during_a_miss_are_not_a_private_pool() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     let mut story = Story::default();
     story.segment(0, 20 * MIB, 0);
     story.alloc(0, 20 * MIB, 0, json!([]));
@@ -35,7 +35,7 @@ fn frees_that_complete_during_a_miss_are_not_a_private_pool() {
 
 #[test]
 fn a_private_pool_is_named_if_the_recording_shows_one() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     for (pool, cause) in [(None, "untold"), (Some(json!([0, 0])), "untold"), (Some(json!([0, 1])), "elsewhere")] {
         let mut story = Story::default();
         story.segment(0, 20 * MIB, 0);
@@ -59,7 +59,7 @@ fn a_private_pool_is_named_if_the_recording_shows_one() {
 
 #[test]
 fn nothing_is_stranded_shortly_before_the_end() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     let stranded = |requests: u64| {
         let mut story = Story::default();
         story.held(1 << 30, 20 * MIB, json!([0, 0]));
@@ -92,7 +92,7 @@ fn nothing_is_stranded_shortly_before_the_end() {
 
 #[test]
 fn other_streams_are_named_only_if_recorded() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     for stream in [0, 5] {
         let mut story = Story::default();
         story.segment(0, 20 * MIB, 0);
@@ -112,7 +112,7 @@ fn other_streams_are_named_only_if_recorded() {
 
 #[test]
 fn the_breakdown_is_of_the_busiest_moment_near_the_peak() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     let mut story = Story::default();
     story.segment(0, 1000 * MIB, 0);
     story.alloc(0, 1000 * MIB, 0, json!([script(4, "forward")]));
@@ -206,7 +206,7 @@ fn pickled(events: u32) -> Vec<u8> {
 
 #[test]
 fn reading_uses_less_memory_than_the_file_size() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     let snapshot = pickled(300_000);
     let file = dir.at("large.pickle");
     std::fs::write(&file, &snapshot).unwrap();
@@ -222,7 +222,7 @@ fn reading_uses_less_memory_than_the_file_size() {
 
 #[test]
 fn the_breakdown_of_recorded_programs_equals_the_replays() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../allocators/histories/tests/fixtures");
     for name in ["resnet50.roundup8", "resnet50.split32"] {
         agrees(&dir, fixtures.join(format!("{name}.pickle.xz")).to_str().unwrap());
@@ -241,7 +241,7 @@ fn recorded(name: &str) -> Option<PathBuf> {
 
 #[test]
 fn recorded_programs_are_explained() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     if let Some(path) = recorded("gpt2.frames") {
         let path = path.to_str().unwrap();
         agrees(&dir, path);
@@ -343,7 +343,7 @@ fn lines(explanation: &Value) -> Vec<(String, u64)> {
 
 #[test]
 fn cpp_is_named_by_node_operator_and_workspace() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     let linear = frame("/venv/lib/python3.12/site-packages/torch/nn/modules/linear.py", 134, "forward");
     let addmm = native("at::_ops::addmm::call(at::Tensor const&, at::Tensor const&)");
     let python = [native("_PyEval_EvalFrameDefault"), native("Py_BytesMain"), native("_start")];
@@ -393,7 +393,7 @@ fn cpp_is_named_by_node_operator_and_workspace() {
 
 #[test]
 fn the_backward_pass_gets_the_line_of_the_forward_pass() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     // As PyTorch records it under torch.autograd.set_detect_anomaly: as text, outermost first.
     let printed =
         |line: u64, name: &str| format!("  File \"/home/me/proj/train.py\", line {line}, in {name}\n    h = h / 3\n");
@@ -421,7 +421,7 @@ fn the_backward_pass_gets_the_line_of_the_forward_pass() {
 
 #[test]
 fn generated_names_are_readable_and_equal_rows_are_merged() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     let compiled = |user: &str| frame(&format!("/tmp/torchinductor_{user}/ab/cabcdefghijklmnop.py"), 123, "call");
     let windows = r"C:\Users\me\miniconda3\Lib\site-packages\torch\nn\modules\linear.py";
     let story = held(&[
@@ -454,7 +454,7 @@ fn of_torch(file: &str, name: &str) -> Value {
 
 #[test]
 fn purposes_are_inferred_from_frames() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     let module = |name: &str| of_torch("nn/modules/module.py", name);
     let step = [of_torch("optim/optimizer.py", "wrapper"), script(5, "main")];
     let optimizer = |file: &str, name: &str| Value::from([&[of_torch(file, name)][..], &step].concat());
@@ -523,7 +523,7 @@ fn fixture(name: &str) -> String {
 
 #[test]
 fn recordings_of_pytorch() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     let of = |name: &str| explain_json(&dir, &[&fixture(name)]);
     let has = |explanation: &Value, words: &str| {
         assert!(lines(explanation).iter().any(|(line, _)| line == words), "{words}: {explanation:#}")
@@ -559,7 +559,7 @@ fn recordings_of_pytorch() {
 
 #[test]
 fn a_recorded_program_has_twice_as_much_state_as_parameters() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     let Some(path) = recorded("gpt2.frames.pickle.xz") else { return };
     let explanation = explain_json(&dir, &[path.to_str().unwrap()]);
     let rows = explanation["who"][0]["purposes"].as_array().unwrap();

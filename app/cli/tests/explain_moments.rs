@@ -1,16 +1,16 @@
 //! Moments that `explain` compares, parts of the breakdown at them, and sentences about refused requests.
 
-use crate::common::Place;
+use crate::common::TestDir;
 use crate::common::story::{BASE, MIB, Story, explain, explain_json, part, script};
 use serde_json::{Value, json};
 
 fn explained(story: &Story) -> Value {
-    let dir = Place::new();
+    let dir = TestDir::new();
     explain_json(&dir, &[&dir.write("story.json", story.text())])
 }
 
 fn screen(story: &Story) -> String {
-    let dir = Place::new();
+    let dir = TestDir::new();
     explain(&dir, &[&dir.write("story.json", story.text())]).ok().stdout
 }
 
@@ -294,7 +294,7 @@ fn retries_are_in_the_headline_and_on_the_page() {
     }
     story.segment(5 << 40, 50 * MIB, 0);
     story.alloc(5 << 40, 50 * MIB, 0, json!([script(2, "main")]));
-    let dir = Place::new();
+    let dir = TestDir::new();
     let file = dir.write("story.json", story.text());
     let retries = explain_json(&dir, &[&file, "--limit", "60MiB"])["num_retries"].clone();
     let text = explain(&dir, &[&file, "--limit", "60MiB"]).ok().stdout;
@@ -307,7 +307,7 @@ fn retries_are_in_the_headline_and_on_the_page() {
 
 #[test]
 fn logs_of_other_programs_are_explained_without_pytorch() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     let log = "Thread,Time,Action,Pointer,Size,Stream\n\
                1,12:00:00:000001,allocate,0x100000,4096,0x0\n\
                1,12:00:00:000002,free,0x100000,4096,0x0\n";
@@ -317,7 +317,7 @@ fn logs_of_other_programs_are_explained_without_pytorch() {
 
 #[test]
 fn call_sites_of_a_cuda_program_are_its_lines() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     let trace = concat!(
         r#"{"time_ns":1,"action":"alloc","addr":4096,"size":1048576,"block":1048576,"stream":0,"stack":1,"frames":["#,
         r#"{"name":"allocate","filename":"/home/me/matrix.cu","line":57},{"name":"main","filename":"/home/me/matrix.cu","line":90},"#,

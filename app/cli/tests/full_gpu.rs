@@ -1,6 +1,6 @@
 //! `advise` infers that a GPU or a limit was full although no request was refused.
 
-use crate::common::Place;
+use crate::common::TestDir;
 use serde_json::{Value, json};
 use std::path::Path;
 
@@ -10,7 +10,7 @@ const MIB: u64 = 1 << 20;
 /// stacks show that.
 #[test]
 fn a_full_gpu_is_inferred_from_the_stacks_of_releases() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/full.pickle.xz");
     let file = file.to_str().unwrap();
     let advice = dir.run(&["advise", file, "--json"]).ok().json();
@@ -35,7 +35,7 @@ fn a_full_gpu_is_inferred_from_the_stacks_of_releases() {
 /// `empty_cache`; PyTorch with `context="alloc"` stores those of the segment's allocation.
 #[test]
 fn a_full_gpu_is_inferred_without_frames_of_frees() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/full.pickle.xz");
     let json = dir.at("full.json").to_str().unwrap().to_owned();
     dir.run(&["convert", file.to_str().unwrap(), "--to", "snapshot-json", "-o", &json]).ok();

@@ -1,7 +1,7 @@
 //! Files with several GPUs, and snapshots without events.
 
 use crate::common::story::{MIB, Story};
-use crate::common::{Place, by_path, end};
+use crate::common::{TestDir, by_path, end};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -73,7 +73,7 @@ fn words(text: &str) -> String {
 }
 
 /// The data of a page of `report`.
-fn page(dir: &Place, file: &str, more: &[&str]) -> Value {
+fn page(dir: &TestDir, file: &str, more: &[&str]) -> Value {
     let arguments = ["report", file, "--plan", "off", "--advise", "off", "--alloc", "caching", "-o", "page.html"];
     dir.run(&[&arguments[..], more].concat()).ok();
     let text = std::fs::read_to_string(dir.at("page.html")).unwrap();
@@ -83,7 +83,7 @@ fn page(dir: &Place, file: &str, more: &[&str]) -> Value {
 
 #[test]
 fn the_gpu_that_ran_out_of_memory_is_analyzed_first() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     let file = dir.write("three.json", snapshot(&[Gpu::filled(2), Gpu::refused(), Gpu::filled(3)]));
     for command in ["advise", "explain"] {
         let answer = dir.run(&[command, &file, "--json"]).ok().json();
@@ -112,7 +112,7 @@ fn the_gpu_that_ran_out_of_memory_is_analyzed_first() {
 
 #[test]
 fn the_highest_peak_or_the_requested_gpu_is_analyzed_otherwise() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     let file = dir.write("two.json", snapshot(&[Gpu::filled(1), Gpu::filled(2)]));
     let gpu = |arguments: &[&str]| {
         let answer = dir.run(&[arguments, &[&file, "--json"]].concat()).ok().json();
@@ -135,7 +135,7 @@ fn the_highest_peak_or_the_requested_gpu_is_analyzed_otherwise() {
 
 #[test]
 fn a_gpu_without_events_is_listed() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     let mut silent = Gpu::filled(3);
     silent.events.clear();
     // It has more reserved memory than the other's peak.
@@ -161,7 +161,7 @@ fn a_gpu_without_events_is_listed() {
 
 #[test]
 fn tables_of_several_files_name_the_gpu() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     let two = dir.write("two.json", snapshot(&[Gpu::filled(1), Gpu::filled(2)]));
     let one = dir.write("one.json", snapshot(&[Gpu::filled(1)]));
     for command in ["advise", "explain"] {
@@ -178,7 +178,7 @@ fn tables_of_several_files_name_the_gpu() {
 
 #[test]
 fn events_are_numbered_per_gpu() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     let file = dir.write("three.json", snapshot(&[Gpu::filled(5), Gpu::refused()]));
     let explained = dir.run(&["explain", &file, "--json"]).ok().json();
     assert_eq!(explained["out_of_memory"][0]["event"], 3);
@@ -203,7 +203,7 @@ fn events_are_numbered_per_gpu() {
 
 #[test]
 fn commands_that_need_a_gpu_list_all_with_their_peaks() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     let file = dir.write("three.json", snapshot(&[Gpu::filled(1), Gpu::refused()]));
     for command in ["replay", "capacity", "plan"] {
         dir.run(&[command, &file]).refused(
@@ -235,7 +235,7 @@ fn history(name: &str) -> PathBuf {
 }
 
 /// That recording's snapshot without its events.
-fn without_events(dir: &Place, name: &str) -> String {
+fn without_events(dir: &TestDir, name: &str) -> String {
     let (summary, origins) = read_origins(&history(name), &ReadOptions::default(), &mut |_, _, _| Ok(())).unwrap();
     let out = OutputFile::create(&dir.at("held.pickle"), Existing::Refuse).unwrap();
     let ending = Ending {
@@ -254,7 +254,7 @@ fn keys(value: &Value) -> BTreeSet<&String> {
 
 #[test]
 fn advise_shows_held_memory_and_how_to_record() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     let file = without_events(&dir, "streams");
     let explained = dir.run(&["explain", &file]).ok().stdout;
     let advised = dir.run(&["advise", &file]).ok().stdout;
@@ -283,7 +283,7 @@ fn advise_shows_held_memory_and_how_to_record() {
 
 #[test]
 fn advice_without_events_has_the_keys_of_any_advice() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     let file = without_events(&dir, "mlp");
     let held = dir.run(&["advise", &file, "--json"]).ok().json();
     let whole = dir.run(&["advise", history("mlp").to_str().unwrap(), "--conf", "", "--json"]).ok().json();
@@ -302,7 +302,7 @@ fn advice_without_events_has_the_keys_of_any_advice() {
 
 #[test]
 fn the_page_shows_segments_without_events() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     let file = without_events(&dir, "streams");
     let output = dir.run(&["report", &file, "-o", "page.html"]).ok();
     assert!(output.stdout.contains("1 snapshot without events"), "{}", output.stdout);
@@ -327,7 +327,7 @@ fn the_page_shows_segments_without_events() {
 
 #[test]
 fn what_holds_nothing_either_is_refused() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     let file = dir.write("empty.json", json!({"segments": [], "device_traces": [[]]}).to_string());
     for command in ["advise", "explain", "report", "replay"] {
         dir.run(&[command, &file]).refused(2, &["the file has no events"]);
@@ -336,7 +336,7 @@ fn what_holds_nothing_either_is_refused() {
 
 #[test]
 fn nothing_is_shared_out_where_some_segments_are_missing() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     let mut story = Story::default();
     story.segment(0, 20 * MIB, 0);
     story.alloc(0, 20 * MIB, 0, json!([]));

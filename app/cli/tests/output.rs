@@ -1,7 +1,7 @@
 //! Files and screens of `vramlab`: files are written atomically and replace only regular files; pages fit the terminal.
 #![cfg(unix)]
 
-use crate::common::{self, Place, Ran, by_path, end, least, wait_for};
+use crate::common::{self, Ran, TestDir, by_path, end, least, wait_for};
 use crate::pty::{self, acts_on_terminal, check};
 use flate2::Compression;
 use flate2::write::GzEncoder;
@@ -14,7 +14,7 @@ fn history() -> String {
 
 #[test]
 fn symbolic_links_are_not_replaced() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     let target = dir.file("target", "old");
     std::os::unix::fs::symlink("target", dir.at("link")).unwrap();
     let said = ["link: is a symbolic link to target; name the file itself"];
@@ -27,7 +27,7 @@ fn symbolic_links_are_not_replaced() {
 #[test]
 fn a_file_that_does_not_fit_is_a_failure_and_leaves_nothing() {
     for format in ["snapshot", "snapshot-json", "perfetto", "rmm", "minimalloc"] {
-        let dir = Place::new();
+        let dir = TestDir::new();
         let history = history();
         let convert = ["convert", &history, "--to", format, "-o", "out"];
         let mut shell = std::process::Command::new("sh");
@@ -43,7 +43,7 @@ fn a_file_that_does_not_fit_is_a_failure_and_leaves_nothing() {
 #[cfg(target_os = "linux")]
 #[test]
 fn a_full_disk_behind_stdout_is_a_failure_at_run_time() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     let history = history();
     for arguments in [&["explain", &history][..], &["explain", &history, "--json"], &["--help"], &["advise", "-h"]] {
         let full = std::fs::File::options().write(true).open("/dev/full").unwrap();
@@ -57,15 +57,15 @@ fn a_full_disk_behind_stdout_is_a_failure_at_run_time() {
 #[test]
 fn only_one_of_two_concurrent_programs_writes_a_file() {
     use std::process::{Command, Stdio};
-    let plan = |dir: &Place, pipe: &str| {
+    let plan = |dir: &TestDir, pipe: &str| {
         assert!(Command::new("mkfifo").arg(dir.at(pipe)).status().unwrap().success());
         let mut program = dir.process(&["plan", pipe, "-o", "out"]);
         program.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
     };
-    let feed = |dir: &Place, pipe: &str| std::fs::write(dir.at(pipe), std::fs::read(history()).unwrap()).unwrap();
-    let parts = |dir: &Place| dir.files().iter().filter(|name| name.ends_with(".part")).count();
+    let feed = |dir: &TestDir, pipe: &str| std::fs::write(dir.at(pipe), std::fs::read(history()).unwrap()).unwrap();
+    let parts = |dir: &TestDir| dir.files().iter().filter(|name| name.ends_with(".part")).count();
     for exists in [false, true] {
-        let dir = Place::new();
+        let dir = TestDir::new();
         if exists {
             dir.file("out", "old");
         }
@@ -97,7 +97,7 @@ fn only_one_of_two_concurrent_programs_writes_a_file() {
 #[test]
 fn only_one_of_several_programs_creates_a_file() {
     use std::process::Stdio;
-    let (dir, history) = (Place::new(), history());
+    let (dir, history) = (TestDir::new(), history());
     let convert = || {
         let mut program = dir.process(&["convert", &history, "--to", "rmm", "-o", "out.csv"]);
         program.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
@@ -115,7 +115,7 @@ fn only_one_of_several_programs_creates_a_file() {
 fn signals_remove_unfinished_files() {
     use std::process::{Command, Stdio};
     for (signal, code) in [("-INT", 130), ("-TERM", 143)] {
-        let dir = Place::new();
+        let dir = TestDir::new();
         assert!(Command::new("mkfifo").arg(dir.at("in")).status().unwrap().success());
         let mut program = Command::new(common::PROGRAM);
         program.args(["convert", "in", "--to", "rmm", "-o", "out"]).current_dir(dir.at("."));
@@ -141,7 +141,7 @@ fn packed(item: &[u8], times: usize) -> Vec<u8> {
 
 #[test]
 fn endless_devices_are_refused() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     let trace = dir.write("trace.txt", "1 4096 512 0\n0 4096 512 0\n");
     let device = "it is a device; name a regular file";
     dir.run(&["replay", &trace, "--device", "sim:/dev/zero"]).refused(2, &["/dev/zero", device]);
@@ -155,7 +155,7 @@ fn endless_devices_are_refused() {
 
 #[test]
 fn a_recording_is_limited_to_the_given_memory() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     // 16 million events in some 300 KB.
     let trace = dir.write("trace.txt.gz", packed(&b"1 4096 512 0\n0 4096 512 0\n".repeat(1 << 10), 1 << 13));
     assert!(std::fs::metadata(&trace).unwrap().len() < 1 << 20);
@@ -183,14 +183,14 @@ const CHANGES: [(&str, &str); 3] = [
 const HISTORY: &str = "mlp.pickle.xz";
 
 /// A directory with a small recording.
-fn recording_dir() -> Place {
-    let dir = Place::new();
+fn recording_dir() -> TestDir {
+    let dir = TestDir::new();
     let history = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../experiments/histories").join(HISTORY);
     dir.file(HISTORY, std::fs::read(history).unwrap());
     dir
 }
 
-fn screen(dir: &Place, arguments: &[&str]) -> String {
+fn screen(dir: &TestDir, arguments: &[&str]) -> String {
     pty::screen(&mut dir.process(arguments))
 }
 

@@ -1,18 +1,18 @@
 //! Program changes in `advise`, each rule on a recording that triggers it and on one that does not, and phases.
 
-use crate::common::Place;
+use crate::common::TestDir;
 use crate::common::story::{BASE, MIB, Story, script};
 use crate::common::story::{explain, explain_json};
 use serde_json::{Value, json};
 
 const GIB: u64 = 1 << 30;
 
-fn advise(dir: &Place, story: &Story, more: &[&str]) -> Value {
+fn advise(dir: &TestDir, story: &Story, more: &[&str]) -> Value {
     let file = dir.write("story.json", story.text());
     dir.run(&[&["advise", &file, "--json"], more].concat()).ok().json()
 }
 
-fn screen(dir: &Place) -> String {
+fn screen(dir: &TestDir) -> String {
     dir.run(&["advise", "story.json"]).ok().stdout
 }
 
@@ -43,7 +43,7 @@ fn emptied(steps: u64, bytes: impl Fn(u64) -> u64) -> Story {
 
 #[test]
 fn emptying_a_cache_that_is_refilled_is_reported_with_its_line() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     let advice = advise(&dir, &emptied(5, |_| 20 * MIB), &[]);
     let (finding, peaks) = change(&advice, "empty-cache").unwrap();
     assert_eq!((peaks, &finding["times"], &finding["segments"]), ([20, 20], &json!(5), &json!(5)));
@@ -60,13 +60,13 @@ fn emptying_a_cache_that_is_refilled_is_reported_with_its_line() {
     }
 }
 
-fn change_of(dir: &Place, story: &Story, cause: &str) -> Option<[u64; 2]> {
+fn change_of(dir: &TestDir, story: &Story, cause: &str) -> Option<[u64; 2]> {
     change(&advise(dir, story, &[]), cause).map(|(_, peaks)| peaks)
 }
 
 #[test]
 fn free_memory_on_other_streams_is_reported_with_its_line() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     let on = |second: u64| {
         let mut story = Story::default();
         for (at, stream, line) in [(0, 0, 3), (GIB, second, 4)] {
@@ -97,7 +97,7 @@ fn free_memory_on_other_streams_is_reported_with_its_line() {
 
 #[test]
 fn workspaces_live_at_the_end_are_reported() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     let with = |freed: bool, name: &str| {
         let mut story = Story::default();
         story.segment(0, 32 * MIB, 0);
@@ -120,7 +120,7 @@ fn workspaces_live_at_the_end_are_reported() {
 
 #[test]
 fn an_unused_cache_from_before_the_recording_is_reported() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     let cached = |used: bool| {
         let mut story = Story::default();
         story.held(GIB, 30 * MIB, json!([0, 0]));
@@ -155,7 +155,7 @@ fn an_unused_cache_from_before_the_recording_is_reported() {
 
 #[test]
 fn a_live_empty_pool_is_reported_unless_graphs_may_need_it() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     let pooled = |pool: Value, graphs: bool| {
         let frames = match graphs {
             true => json!([file("__enter__", "cuda/graphs.py"), script(3, "step")]),
@@ -188,7 +188,7 @@ fn a_live_empty_pool_is_reported_unless_graphs_may_need_it() {
 /// Recorded by `fixtures/changes.py` on an H200, PyTorch 2.11: peak reserved of each program in MiB, without and with the change.
 #[test]
 fn a_change_saves_as_much_as_measured_on_a_gpu() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     for (name, cause, measured) in [
         ("emptied", "empty-cache", [280, 280]),
         ("streams", "other-streams", [512, 256]),
@@ -243,7 +243,7 @@ fn row(name: &str, mib: u64, decides: bool) -> (String, u64, bool) {
 
 #[test]
 fn annotations_separate_phases_and_the_peak_phase_is_named() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     let mut story = Story::default();
     for (at, (name, mib)) in [("load", 20), ("train", 60), ("generate", 1)].into_iter().enumerate() {
         story.annotate(name, "START", story.events.len());
@@ -267,7 +267,7 @@ fn annotations_separate_phases_and_the_peak_phase_is_named() {
 
 #[test]
 fn steps_are_not_phases() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     let mut story = Story::default();
     for at in 0..12 {
         for (half, name) in ["forward", "backward"].into_iter().enumerate() {
@@ -291,7 +291,7 @@ fn steps_are_not_phases() {
 
 #[test]
 fn a_long_pause_separates_phases_without_annotations() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     let parts = |pause_us: u64| {
         let mut story = Story::default();
         work(&mut story, 0, 20 * MIB, 3);
@@ -311,7 +311,7 @@ fn a_long_pause_separates_phases_without_annotations() {
 /// Recorded by `fixtures/changes.py` on an H200, PyTorch 2.11.
 #[test]
 fn phases_of_a_recorded_program_are_its_annotations() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     let file = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/phases.pickle.xz");
     let finding = explain_json(&dir, &[file.to_str().unwrap()]);
     assert_eq!(rows(&finding), [row("load", 400, false), row("train", 1000, true), row("generate", 1000, false)]);

@@ -1,7 +1,7 @@
 //! Changes of the program that `advise` names, each with a replay.
 
 use crate::common::{
-    Place,
+    TestDir,
     story::{BASE, MIB, Story, script},
 };
 use serde_json::{Value, json};
@@ -66,15 +66,15 @@ fn step(fails: bool) -> Story {
 
 #[test]
 fn temporaries_of_optimizers_are_a_change_of_the_program() {
-    let place = Place::new();
-    let file = place.write("step.json", step(false).text());
-    let advice = place.run(&["advise", &file, "--json"]).ok().json();
+    let test_dir = TestDir::new();
+    let file = test_dir.write("step.json", step(false).text());
+    let advice = test_dir.run(&["advise", &file, "--json"]).ok().json();
     let found = change(&advice, "optimizer-temporaries");
     assert_eq!((&found["times"], &found["bytes"]), (&json!(2), &json!(200 * MIB)), "{found}");
     // The state stays.
     assert_eq!(found["without"]["peak_reserved_bytes"], 250 * MIB, "{found}");
     assert_eq!(found["lines"], json!([{"line": "proj/train.py:9 main", "times": 2}]));
-    let screen = place.run(&["advise", &file]).ok().stdout;
+    let screen = test_dir.run(&["advise", &file]).ok().stdout;
     let (change, settings) = (screen.find("Program changes").unwrap(), screen.find("What would help").unwrap());
     assert!(change < settings, "it saves most: {screen}");
     assert!(screen.contains("fused=True") && screen.contains("foreach=False"), "{screen}");
@@ -82,17 +82,17 @@ fn temporaries_of_optimizers_are_a_change_of_the_program() {
 
 #[test]
 fn failed_step_succeeds_without_its_temporaries() {
-    let place = Place::new();
-    let file = place.write("oom.json", step(true).text());
+    let test_dir = TestDir::new();
+    let file = test_dir.write("oom.json", step(true).text());
     let arguments = ["advise", &file, "--limit", "350MiB"];
-    let advice = place.run(&[&arguments[..], &["--json"]].concat()).ok().json();
+    let advice = test_dir.run(&[&arguments[..], &["--json"]].concat()).ok().json();
     assert_eq!(advice["verdict"], "out-of-memory", "{advice}");
     let found = change(&advice, "optimizer-temporaries");
     assert_eq!(
         (&found["without"]["out_of_memory"], &found["without"]["peak_reserved_bytes"]),
         (&json!(false), &json!(200 * MIB))
     );
-    let screen = place.run(&arguments).ok().stdout;
+    let screen = test_dir.run(&arguments).ok().stdout;
     assert!(screen.contains("With fused=True: no out-of-memory, peak reserved 200 MiB"), "{screen}");
 }
 
@@ -108,18 +108,18 @@ fn copies_that_autocast_caches_are_a_change_of_the_program() {
     for (at, mib, live) in [(1, 200, true), (2, 100, false), (3, 20, true), (4, 20, true)] {
         ends_with(&mut story, at, mib, live);
     }
-    let place = Place::new();
-    let file = place.write("cast.json", story.text());
-    let advice = place.run(&["advise", &file, "--json"]).ok().json();
+    let test_dir = TestDir::new();
+    let file = test_dir.write("cast.json", story.text());
+    let advice = test_dir.run(&["advise", &file, "--json"]).ok().json();
     let found = change(&advice, "autocast-copies");
     assert_eq!((&found["times"], &found["without"]["peak_reserved_bytes"]), (&json!(1), &json!(240 * MIB)), "{found}");
-    let screen = place.run(&["advise", &file]).ok().stdout;
+    let screen = test_dir.run(&["advise", &file]).ok().stdout;
     assert!(screen.contains("model.to(torch.bfloat16)"), "{screen}");
 }
 
 #[test]
 fn advice_for_a_mempool_with_live_blocks_can_be_followed() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     for (live, cause, words) in
         [(false, "private-pools", "Delete the MemPool"), (true, "live-private-pools", "outside of the MemPool")]
     {
@@ -132,10 +132,10 @@ fn advice_for_a_mempool_with_live_blocks_can_be_followed() {
             ends_with(&mut story, at, mib, is_live);
             story.segments.last_mut().unwrap()["segment_pool_id"] = json!([0, pool]);
         }
-        let file = place.write("pool.json", story.text());
-        let advice = place.run(&["advise", &file, "--json"]).ok().json();
+        let file = test_dir.write("pool.json", story.text());
+        let advice = test_dir.run(&["advise", &file, "--json"]).ok().json();
         assert_eq!(change(&advice, cause)["bytes"], 100 * MIB, "{advice}");
-        let screen = place.run(&["advise", &file]).ok().stdout;
+        let screen = test_dir.run(&["advise", &file]).ok().stdout;
         assert!(screen.contains(words), "{words}: {screen}");
     }
 }

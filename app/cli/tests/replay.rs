@@ -1,6 +1,6 @@
 //! `vramlab replay` and `vramlab capacity` end to end.
 
-use crate::common::Place;
+use crate::common::TestDir;
 use serde_json::json;
 use std::fmt::Write as _;
 use std::path::Path;
@@ -40,11 +40,11 @@ fn trace(name: &str) -> String {
 
 #[test]
 fn json_has_an_object_for_each_file_and_allocator() {
-    let place = Place::new();
-    let (first, second) = (place.write("a.jsonl", steps()), place.write("b.jsonl", line("alloc", 4096, 1000, 1)));
+    let test_dir = TestDir::new();
+    let (first, second) = (test_dir.write("a.jsonl", steps()), test_dir.write("b.jsonl", line("alloc", 4096, 1000, 1)));
     for device in ["sim", "null"] {
         let arguments = ["replay", &first, &second, "--alloc", "naive,caching,stream-ordered", "--device", device];
-        let rows = place.run(&[&arguments[..], &["--json"]].concat()).rows();
+        let rows = test_dir.run(&[&arguments[..], &["--json"]].concat()).rows();
         let pairs: Vec<(&str, &str)> =
             rows.iter().map(|row| (row["trace"].as_str().unwrap(), row["allocator"].as_str().unwrap())).collect();
         let names = ["naive", "caching", "stream-ordered"];
@@ -78,9 +78,9 @@ fn json_has_an_object_for_each_file_and_allocator() {
 
 #[test]
 fn table_has_a_column_for_each_allocator() {
-    let place = Place::new();
-    let file = place.write("a.jsonl", steps());
-    let table = place.run(&["replay", &file, "--touch"]).ok().stdout;
+    let test_dir = TestDir::new();
+    let file = test_dir.write("a.jsonl", steps());
+    let table = test_dir.run(&["replay", &file, "--touch"]).ok().stdout;
     for words in ["100 events, 30 allocations, peak live 8 MiB", "naive", "caching", "stream-ordered"] {
         assert!(table.contains(words), "{words} is missing: {table}");
     }
@@ -89,22 +89,22 @@ fn table_has_a_column_for_each_allocator() {
 
 #[test]
 fn replay_keeps_to_the_limit_and_reports_failures() {
-    let place = Place::new();
-    let file = place.write("a.jsonl", steps());
-    let rows = place.run(&["replay", &file, "--limit", "6MiB", "--json"]).rows();
+    let test_dir = TestDir::new();
+    let file = test_dir.write("a.jsonl", steps());
+    let rows = test_dir.run(&["replay", &file, "--limit", "6MiB", "--json"]).rows();
     for row in &rows {
         assert!(row["failed_allocations"].as_u64().unwrap() > 0, "{row}");
         assert!(row["peak_reserved_bytes"].as_u64().unwrap() <= 6 * MIB, "{row}");
         let failure = &row["first_failure"];
         assert!(failure["error"].as_str().unwrap().contains("out of memory"), "{row}");
     }
-    let table = place.run(&["replay", &file, "--limit", "6MiB", "--alloc", "naive"]).ok().stdout;
+    let table = test_dir.run(&["replay", &file, "--limit", "6MiB", "--alloc", "naive"]).ok().stdout;
     assert!(table.contains("naive: allocation 2 failed first: out of memory"), "{table}");
 }
 
 #[test]
 fn replay_reports_a_recorded_out_of_memory_first() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     let event = |action: &str, addr: u64, size: u64, stream: u64| {
         let addr_key = if action == "oom" { "device_free" } else { "addr" };
         json!({"action": action, addr_key: addr, "size": size, "stream": stream, "time_us": 1})
@@ -127,8 +127,8 @@ fn replay_reports_a_recorded_out_of_memory_first() {
     ];
     let snapshot = json!({"segments": [], "device_traces": [events], "allocator_settings": {}});
     let file = "oom.json";
-    place.write(file, snapshot.to_string());
-    let text = place.run(&["replay", file, "--alloc", "naive,caching"]).ok().stdout;
+    test_dir.write(file, snapshot.to_string());
+    let text = test_dir.run(&["replay", file, "--alloc", "naive,caching"]).ok().stdout;
     let expected = [
         "oom.json: out of memory at event 13: 8 MiB requested on stream 0x0",
         "  3 GiB free on the device",
@@ -144,7 +144,7 @@ fn replay_reports_a_recorded_out_of_memory_first() {
     assert!(lines[0].ends_with(expected[0]), "{text}");
     assert_eq!(lines[1..expected.len()], expected[1..], "{text}");
     assert_eq!(lines.iter().filter(|line| line.contains("out of memory")).count(), 1, "{text}");
-    let rows = place.run(&["replay", file, "--alloc", "caching", "--limit", "1GiB", "--json"]).rows();
+    let rows = test_dir.run(&["replay", file, "--alloc", "caching", "--limit", "1GiB", "--json"]).rows();
     let reports = rows[0]["out_of_memory"].as_array().unwrap();
     assert_eq!((reports.len(), &reports[0]["event"], &reports[0]["limit_bytes"]), (2, &json!(11), &json!(1u64 << 30)));
     assert_eq!(reports[0]["held"]["pending_bytes"], 4 * MIB);
@@ -157,13 +157,13 @@ fn replay_reports_a_recorded_out_of_memory_first() {
     );
     // Without segments only live bytes are known.
     let lines = [line("alloc", 4096, 1000, 1), line("oom", 0, MIB, 1)].concat();
-    let text = place.run(&["replay", &place.write("own.jsonl", lines), "--alloc", "naive"]).ok().stdout;
+    let text = test_dir.run(&["replay", &test_dir.write("own.jsonl", lines), "--alloc", "naive"]).ok().stdout;
     assert!(text.contains("1000 B live; the recording does not show reserved memory"), "{text}");
 }
 
 #[test]
 fn caching_reproduces_recorded_addresses() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     for (name, limit) in [
         ("mlp", None),
         ("streams", None),
@@ -177,7 +177,7 @@ fn caching_reproduces_recorded_addresses() {
                 vec!["replay", &file, "--alloc", "caching", "--addresses", "recorded", "--device", device, "--json"];
             arguments.extend(["--plan", "off"]);
             arguments.extend(limit.iter().flat_map(|limit| ["--limit", limit]));
-            let rows = place.run(&arguments).rows();
+            let rows = test_dir.run(&arguments).rows();
             assert_eq!(
                 (&rows[0]["address_mismatches"], &rows[0]["segment_mismatches"]),
                 (&json!(0), &json!(0)),
@@ -190,12 +190,12 @@ fn caching_reproduces_recorded_addresses() {
 
 #[test]
 fn bounds_hold_for_every_recording() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     // Largest ratio of the placement to the bound. A recording of two streams has a second placement without waits, and half the
     // steps for each.
     for (name, most) in [("mlp", 1.01), ("gpt2", 1.01), ("resnet50", 1.01), ("streams", 1.07)] {
         let file = trace(&format!("{name}.pickle.xz"));
-        let rows = place.run(&["replay", &file, "--alloc", "caching", "--device", "null", "--json"]).rows();
+        let rows = test_dir.run(&["replay", &file, "--alloc", "caching", "--device", "null", "--json"]).rows();
         let number = |key: &str| rows[0][key].as_u64().unwrap_or_else(|| panic!("{key}: {}", rows[0]));
         let (bound, plan) = (number("lower_bound_bytes"), number("plan_bytes"));
         let ordered = (number("ordered_lower_bound_bytes"), number("ordered_plan_bytes"));
@@ -209,10 +209,11 @@ fn bounds_hold_for_every_recording() {
         assert_eq!((bound, plan) == ordered, name != "streams", "{name}");
     }
     let file = trace("streams.pickle.xz");
-    let text = place.run(&["replay", &file, "--alloc", "naive", "--plan", "off", "--device", "null"]).ok().stdout;
+    let text = test_dir.run(&["replay", &file, "--alloc", "naive", "--plan", "off", "--device", "null"]).ok().stdout;
     assert!(text.contains("lower bound 765.0 MiB; without waits between streams: lower bound"), "{text}");
     assert!(!text.contains("offline placement"), "{text}");
-    let rows = place.run(&["replay", &file, "--alloc", "naive", "--plan", "off", "--device", "null", "--json"]).rows();
+    let rows =
+        test_dir.run(&["replay", &file, "--alloc", "naive", "--plan", "off", "--device", "null", "--json"]).rows();
     assert!(rows[0]["lower_bound_bytes"].is_u64() && rows[0]["plan_bytes"].is_null(), "{}", rows[0]);
 }
 
@@ -238,10 +239,10 @@ fn crowded(blocks: u64) -> String {
 
 #[test]
 fn plan_search_keeps_to_the_memory_budget_and_reports_it() {
-    let place = Place::new();
-    let file = place.write("crowded.csv", crowded(6000));
+    let test_dir = TestDir::new();
+    let file = test_dir.write("crowded.csv", crowded(6000));
     let with = |memory: &str| {
-        place.run(&["replay", &file, "--alloc", "caching", "--device", "null", "--json", "--read-memory", memory])
+        test_dir.run(&["replay", &file, "--alloc", "caching", "--device", "null", "--json", "--read-memory", memory])
     };
     let plenty = with("1GiB").rows();
     assert_eq!(plenty[0]["plan_end"], "steps", "{}", plenty[0]);
@@ -263,20 +264,20 @@ fn plan_search_keeps_to_the_memory_budget_and_reports_it() {
     let (kib, _) = ends.iter().find(|(_, end)| end == "memory").unwrap_or_else(|| panic!("{ends:?}"));
     let memory = format!("{kib}KiB");
     let arguments = ["replay", &file, "--alloc", "caching", "--device", "null", "--read-memory", &memory];
-    let text = place.run(&arguments).ok().stdout;
+    let text = test_dir.run(&arguments).ok().stdout;
     assert!(text.contains("search stopped: out of memory, raise --read-memory"), "{text}");
-    let text = place.run(&["plan", &file, "--read-memory", &memory]).ok().stdout;
+    let text = test_dir.run(&["plan", &file, "--read-memory", &memory]).ok().stdout;
     assert!(text.contains("search stopped: out of memory, raise --read-memory"), "{text}");
-    let text = place.run(&["plan", &file, "--steps", "100000"]).ok().stdout;
+    let text = test_dir.run(&["plan", &file, "--steps", "100000"]).ok().stdout;
     assert!(text.contains("search stopped: out of steps, raise --steps"), "{text}");
 }
 
 /// Only an allocator that implements the recorded policy is compared with the recorded peak.
 #[test]
 fn recorded_peak_is_compared_with_the_recorded_policy() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     let comparison = |file: &str, alloc: &str| {
-        let text = place.run(&["replay", file, "--alloc", alloc, "--plan", "off", "--device", "null"]).ok().stdout;
+        let text = test_dir.run(&["replay", file, "--alloc", alloc, "--plan", "off", "--device", "null"]).ok().stdout;
         text.contains("\nRecorded: ").then_some(text.clone()).or_else(|| text.contains(" Recorded: ").then_some(text))
     };
     let native = trace("streams.pickle.xz");
@@ -307,8 +308,8 @@ fn late_recording_is_replayed_from_its_inferred_start() {
         Ok(())
     };
     let summary = read(&complete, &ReadOptions::default(), &mut keep).unwrap();
-    let place = Place::new();
-    let file = place.at("late.json");
+    let test_dir = TestDir::new();
+    let file = test_dir.at("late.json");
     let mut writer = Export::SnapshotJson.create(&file).unwrap();
     events[events.len() * 2 / 5..].iter().for_each(|event| writer.event(event).unwrap());
     let settings = Some(&summary.allocator_settings);
@@ -318,28 +319,28 @@ fn late_recording_is_replayed_from_its_inferred_start() {
     let file = file.to_str().unwrap();
 
     let arguments = ["replay", file, "--alloc", "caching", "--device", "null"];
-    let rows = place.run(&[&arguments[..], &["--addresses", "recorded", "--json"]].concat()).rows();
+    let rows = test_dir.run(&[&arguments[..], &["--addresses", "recorded", "--json"]].concat()).rows();
     assert_eq!((&rows[0]["address_mismatches"], &rows[0]["segment_mismatches"]), (&json!(0), &json!(0)), "{}", rows[0]);
     let number = |key: &str| rows[0][key].as_u64().unwrap();
     assert!(number("prologue_segments") > 10 && number("prologue_allocations") > 100, "{}", rows[0]);
     assert!(number("prologue_reserved_bytes") <= number("peak_reserved_bytes"), "{}", rows[0]);
-    let table = place.run(&arguments).ok().stdout;
+    let table = test_dir.run(&arguments).ok().stdout;
     assert!(table.contains("existed before recording started, inferred from its end"), "{table}");
 
     // Without the segments at the end only blocks that are freed later are known.
     let mut document: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(file).unwrap()).unwrap();
     document["segments"] = json!([]);
-    let cut = place.write("cut.json", document.to_string());
-    let table = place.run(&["replay", &cut, "--alloc", "naive", "--device", "null"]).ok().stdout;
+    let cut = test_dir.write("cut.json", document.to_string());
+    let table = test_dir.run(&["replay", &cut, "--alloc", "naive", "--device", "null"]).ok().stdout;
     assert!(table.contains("they are allocated first: the segments at its end contradict"), "{table}");
     let refused = ["replay", &cut, "--alloc", "caching", "--addresses", "recorded"];
-    place.run(&refused).refused(2, &["frees a block from before recording started"]);
+    test_dir.run(&refused).refused(2, &["frees a block from before recording started"]);
 }
 
 #[test]
 fn bad_input_is_refused_in_one_line() {
-    let place = Place::new();
-    let write = |name: &str, lines: &[String]| place.write(name, lines.concat());
+    let test_dir = TestDir::new();
+    let write = |name: &str, lines: &[String]| test_dir.write(name, lines.concat());
     let alloc = |addr, bytes| line("alloc", addr, bytes, 1);
     let free = |addr, bytes| line("free_requested", addr, bytes, 1);
     let streams: Vec<String> = (1..=100_000).map(|at| line("alloc", at << 20, 512, at)).collect();
@@ -352,35 +353,35 @@ fn bad_input_is_refused_in_one_line() {
     ] {
         let file = write("bad.jsonl", &lines);
         for command in ["replay", "capacity"] {
-            place.run(&[command, &file]).refused(2, &["bad.jsonl", "event ", words]);
+            test_dir.run(&[command, &file]).refused(2, &["bad.jsonl", "event ", words]);
         }
     }
     let file = write("good.jsonl", &[alloc(4096, 512)]);
-    place
+    test_dir
         .run(&["replay", &file, "--addresses", "recorded"])
         .refused(2, &["good.jsonl", "no segments", "--addresses own"]);
-    place.run(&["replay", "missing.pickle"]).refused(2, &["missing.pickle"]);
-    place.run(&["replay", &write("empty.jsonl", &[])]).refused(2, &["empty.jsonl"]);
-    place.run(&["replay", &file, "--gpu", "3"]).refused(2, &["good.jsonl", "no event of GPU 3", "events of 0"]);
-    place.run(&["replay", &file, "--device", "sim:missing.json"]).refused(2, &["missing.json"]);
+    test_dir.run(&["replay", "missing.pickle"]).refused(2, &["missing.pickle"]);
+    test_dir.run(&["replay", &write("empty.jsonl", &[])]).refused(2, &["empty.jsonl"]);
+    test_dir.run(&["replay", &file, "--gpu", "3"]).refused(2, &["good.jsonl", "no event of GPU 3", "events of 0"]);
+    test_dir.run(&["replay", &file, "--device", "sim:missing.json"]).refused(2, &["missing.json"]);
     // The allocator is at fault, not the recording.
     for command in ["replay", "capacity"] {
-        let output = place.run(&[command, &file, "--alloc", "plan:file=nope"]);
+        let output = test_dir.run(&[command, &file, "--alloc", "plan:file=nope"]);
         output.refused(2, &["error: plan: cannot use nope: ", "; `vramlab plan HISTORY --out FILE` writes plans"]);
         assert!(!output.stderr.contains("good.jsonl"), "{output:?}");
     }
-    place.run(&["capacity", &file, "--device", "cuda"]).refused(2, &["--device cuda"]);
-    place.run(&["capacity", &file, "--granularity", "0"]).refused(2, &["--granularity"]);
+    test_dir.run(&["capacity", &file, "--device", "cuda"]).refused(2, &["--device cuda"]);
+    test_dir.run(&["capacity", &file, "--granularity", "0"]).refused(2, &["--granularity"]);
     for arguments in [&["replay", &file, "--alloc", "best"][..], &["replay"], &["replay", &file, "--device", "gpu"]] {
-        assert_eq!(place.run(arguments).code, Some(2), "{arguments:?}");
+        assert_eq!(test_dir.run(arguments).code, Some(2), "{arguments:?}");
     }
 }
 
 #[test]
 fn capacity_finds_the_minimum_memory() {
-    let place = Place::new();
-    let file = place.write("a.jsonl", steps());
-    let rows = place.run(&["capacity", &file, "--device", "null", "--granularity", "1MiB", "--json"]).rows();
+    let test_dir = TestDir::new();
+    let file = test_dir.write("a.jsonl", steps());
+    let rows = test_dir.run(&["capacity", &file, "--device", "null", "--granularity", "1MiB", "--json"]).rows();
     let capacities: Vec<(&str, u64)> =
         rows.iter().map(|row| (row["allocator"].as_str().unwrap(), row["capacity_bytes"].as_u64().unwrap())).collect();
     // naive and the CUDA memory pool need the live bytes; caching needs a segment of 20 MiB and one of 2 MiB.
@@ -398,14 +399,14 @@ fn capacity_finds_the_minimum_memory() {
         assert!(probes.contains(&(capacity, true)), "{row}");
         assert!(capacity == 8 * MIB || probes.contains(&(capacity - MIB, false)), "{row}");
     }
-    let table = place.run(&["capacity", &file, "--alloc", "caching,naive"]).ok().stdout;
+    let table = test_dir.run(&["capacity", &file, "--alloc", "caching,naive"]).ok().stdout;
     assert!(table.contains("minimum memory") && table.contains("in steps of 2 MiB"), "{table}");
 }
 
 #[test]
 fn capacity_suggests_a_replay_of_the_best_allocators() {
-    let place = Place::new();
-    let file = place.write("a.jsonl", steps());
+    let test_dir = TestDir::new();
+    let file = test_dir.write("a.jsonl", steps());
     for (given, best) in [
         // The one of two that needs less, with its settings.
         ("caching:max_split_size=20M,remap", &["remap"][..]),
@@ -416,8 +417,8 @@ fn capacity_suggests_a_replay_of_the_best_allocators() {
         ),
     ] {
         let arguments = ["capacity", &file, "--alloc", given, "--gpu", "0"];
-        let size = place.run(&[&arguments[..], &["--json"]].concat()).rows().iter().map(capacity_of).min().unwrap();
-        let page = place.run(&arguments).ok().stdout;
+        let size = test_dir.run(&[&arguments[..], &["--json"]].concat()).rows().iter().map(capacity_of).min().unwrap();
+        let page = test_dir.run(&arguments).ok().stdout;
         let next = page.lines().last().unwrap();
         let (_, arguments) = next
             .split_once(if next.contains("-p vramlab-cli") { "vramlab-cli " } else { "vramlab " })
@@ -425,7 +426,7 @@ fn capacity_suggests_a_replay_of_the_best_allocators() {
         let arguments: Vec<&str> =
             arguments.trim_start_matches("-- ").split(' ').map(|word| word.trim_matches('\'')).collect();
         assert!(arguments.contains(&format!("{size}B").as_str()), "{next}");
-        let rows = place.run(&[&arguments[..], &["--json"]].concat()).rows();
+        let rows = test_dir.run(&[&arguments[..], &["--json"]].concat()).rows();
         let replayed: Vec<&str> = rows.iter().map(|row| row["alloc"].as_str().unwrap()).collect();
         assert_eq!(replayed, best, "{next}");
         assert!(rows.iter().all(|row| row["failed_allocations"] == 0), "{rows:?}");
@@ -439,7 +440,7 @@ fn capacity_of(row: &serde_json::Value) -> u64 {
 #[test]
 fn capacity_is_at_least_the_peak_live_bytes() {
     let file = trace("streams.pickle.xz");
-    let rows = Place::new().run(&["capacity", &file, "--json"]).rows();
+    let rows = TestDir::new().run(&["capacity", &file, "--json"]).rows();
     assert_eq!(rows.len(), 3);
     for row in &rows {
         assert!(
@@ -456,10 +457,10 @@ fn snapshot(events: &[serde_json::Value]) -> String {
 
 #[test]
 fn replay_compares_blocks_with_placements_of_rmm() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     let event = |action: &str, addr: u64, size: u64| json!({"action": action, "addr": addr, "size": size, "stream": 0, "time_us": 1});
     let [first, second, third] = [1 << 30, (1 << 30) + MIB, (1 << 30) + 4 * MIB];
-    let history = place.write(
+    let history = test_dir.write(
         "history.json",
         snapshot(&[
             event("segment_alloc", first, 20 * MIB),
@@ -473,9 +474,9 @@ fn replay_compares_blocks_with_placements_of_rmm() {
     let header = "# RMM 26.10 pool, a GPU; upstream blocks, bytes@address: 1048576@2097152 2097152@0\n# a SLOT ...\n";
     let right = "a 0 1000 0 0 0\na 1 2097152 0 1 0\nf 0\na 2 300 0 0 0\n";
     let run = |file: &str, further: &[&str]| {
-        place.run(&[&["replay", &history, "--device", "null", "--against", file], further].concat())
+        test_dir.run(&[&["replay", &history, "--device", "null", "--against", file], further].concat())
     };
-    let file = place.write("right.txt", format!("{header}{right}"));
+    let file = test_dir.write("right.txt", format!("{header}{right}"));
     for further in [&["--json"][..], &["--json", "--alloc", "rmm-pool"]] {
         let rows = run(&file, further).rows();
         let row = &rows[0];
@@ -488,14 +489,14 @@ fn replay_compares_blocks_with_placements_of_rmm() {
     // One block at another offset, and a device block that only RMM allocated.
     let other = right.replace("a 2 300 0 0 0", "a 2 300 0 0 512");
     let header_of_three = header.replace("2097152@0", "2097152@0 256@8388608");
-    let rows = run(&place.write("other.txt", format!("{header_of_three}{other}")), &["--json"]).rows();
+    let rows = run(&test_dir.write("other.txt", format!("{header_of_three}{other}")), &["--json"]).rows();
     assert_eq!((&rows[0]["address_mismatches"], &rows[0]["segment_mismatches"]), (&json!(1), &json!(1)));
 
     run(&file, &["--alloc", "caching"]).refused(2, &["right.txt", "RMM's pool", "write --alloc rmm-pool"]);
     run(&file, &["--alloc", "rmm-pool:initial_pool_size=2M"]).refused(2, &["right.txt", "leave initial_pool_size out"]);
     run(&history, &[]).refused(2, &["history.json:1", "does not begin a file of placements"]);
     run("absent.txt", &[]).refused(2, &["absent.txt"]);
-    let refused = |name: &str, text: String, words: &[&str]| run(&place.write(name, text), &[]).refused(2, words);
+    let refused = |name: &str, text: String, words: &[&str]| run(&test_dir.write(name, text), &[]).refused(2, words);
     refused("none.txt", header.to_owned(), &["none.txt", "there is no allocation in it"]);
     refused("short.txt", format!("{header}a 0 1000 0 0 0\n"), &["history.json", "belong to another recording"]);
     refused("size.txt", format!("{header}a 0 1001 0 0 0\n"), &["allocation 1 is of 1000 bytes in the recording"]);
@@ -503,6 +504,6 @@ fn replay_compares_blocks_with_placements_of_rmm() {
     refused("room.txt", format!("{header}a 0 1000 0 0 1048000\n"), &["room.txt:3", "by the header"]);
     let overlaps = header.replace("2097152@0", "2097152@1048576");
     refused("wrong.txt", format!("{overlaps}{right}"), &["wrong.txt:1", "overlap"]);
-    let both = place.run(&["replay", &history, &history, "--against", &file]);
+    let both = test_dir.run(&["replay", &history, &history, "--against", &file]);
     both.refused(2, &["--against compares one recording"]);
 }

@@ -1,6 +1,6 @@
 //! `vramlab report` from the command line; `analysis/tests/test_history_page.py` opens the page in a browser.
 
-use crate::common::{self, Place, Ran};
+use crate::common::{self, Ran, TestDir};
 use serde_json::{Value, json};
 use std::path::Path;
 
@@ -22,18 +22,18 @@ fn trace() -> String {
     .concat()
 }
 
-fn vramlab(dir: &Place, arguments: &[&str]) -> std::process::Command {
+fn vramlab(dir: &TestDir, arguments: &[&str]) -> std::process::Command {
     let mut command = std::process::Command::new(common::PROGRAM);
     command.args(arguments).current_dir(dir.at(".")).env("NO_COLOR", "1").env("COLUMNS", "1000");
     command
 }
 
-fn report(dir: &Place, arguments: &[&str]) -> Ran {
+fn report(dir: &TestDir, arguments: &[&str]) -> Ran {
     Ran::of(vramlab(dir, &[&["report"], arguments].concat()).output().unwrap())
 }
 
 /// The JSON data of a page.
-fn data(dir: &Place, page: &str) -> Value {
+fn data(dir: &TestDir, page: &str) -> Value {
     let text = std::fs::read_to_string(dir.at(page)).unwrap();
     let start = text.split("id=\"data\">").nth(1).unwrap();
     serde_json::from_str(start.split("</script>").next().unwrap()).unwrap()
@@ -41,7 +41,7 @@ fn data(dir: &Place, page: &str) -> Value {
 
 #[test]
 fn a_page_contains_each_recording_with_maps_and_bounds() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     dir.write("a.jsonl", trace());
     let mlp = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../experiments/histories/mlp.pickle.xz");
     let output = report(
@@ -69,7 +69,7 @@ fn a_page_contains_each_recording_with_maps_and_bounds() {
 
 #[test]
 fn a_run_is_shown_with_its_events_and_its_record() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     std::fs::create_dir(dir.at("run")).unwrap();
     dir.file("run/trace.jsonl", trace());
     dir.file("run/steps.csv", "epoch,step,rows,loss,host_ns\n1,1,64,2.3,600\n1,2,64,2.2,2000\n");
@@ -99,7 +99,7 @@ fn a_run_is_shown_with_its_events_and_its_record() {
 
 #[test]
 fn file_names_do_not_become_markup() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     let hostile = "x<!--<script>'\"&.jsonl";
     dir.write(hostile, trace());
     report(&dir, &[hostile, "--alloc", "naive", "--plan", "off"]).ok();
@@ -110,7 +110,7 @@ fn file_names_do_not_become_markup() {
 
 #[test]
 fn a_page_offers_its_pictures_and_compares_remap_by_default() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     dir.write("a.jsonl", trace());
     report(&dir, &["a.jsonl", "--plan", "off"]).ok();
     let text = std::fs::read_to_string(dir.at("report.html")).unwrap();
@@ -127,7 +127,7 @@ fn a_page_offers_its_pictures_and_compares_remap_by_default() {
 #[test]
 fn a_file_name_that_is_not_utf8_is_shown_lossily() {
     use std::os::unix::ffi::OsStrExt;
-    let dir = Place::new();
+    let dir = TestDir::new();
     let name = std::ffi::OsStr::from_bytes(b"a\xff.jsonl");
     std::fs::write(dir.0.path().join(name), trace()).unwrap();
     let output = vramlab(&dir, &["report", "--alloc", "naive"]).arg(name).output().unwrap();
@@ -137,7 +137,7 @@ fn a_file_name_that_is_not_utf8_is_shown_lossily() {
 
 #[test]
 fn unreadable_input_gets_one_line_and_leaves_no_page() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     dir.write("a.jsonl", trace());
     std::fs::create_dir(dir.at("run")).unwrap();
     report(&dir, &["missing.pickle"]).refused(2, &["missing.pickle"]);
@@ -152,7 +152,7 @@ fn unreadable_input_gets_one_line_and_leaves_no_page() {
 
 #[test]
 fn runs_without_events_are_shown_from_their_records() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     dir.write("a.jsonl", trace());
     let record = |alloc: &str| {
         json!({"schema_version": 1, "status": "finished", "settings": {"alloc": alloc}, "device": {"name": "a device"},
@@ -184,7 +184,7 @@ fn runs_without_events_are_shown_from_their_records() {
 
 #[test]
 fn an_experiment_with_only_replays_has_a_page() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     dir.write("a.jsonl", trace());
     std::fs::create_dir_all(dir.at("e/runs")).unwrap();
     dir.file("e/experiment.json", json!({"name": "mine", "question": "Which?"}).to_string());
@@ -218,7 +218,7 @@ fn an_experiment_with_only_replays_has_a_page() {
 #[cfg(unix)]
 #[test]
 fn the_page_is_opened_in_the_first_browser_that_starts() {
-    let dir = Place::new();
+    let dir = TestDir::new();
     dir.write("a.jsonl", trace());
     dir.program("fake", "#!/bin/sh\nprintf '%s\\n' \"$@\" > asked\n");
     dir.program("bad", "#!/bin/sh\nexit 3\n");

@@ -3,7 +3,7 @@
 
 #![cfg(unix)]
 
-use crate::common::{self, LATE, Place, Ran, wait_for};
+use crate::common::{self, LATE, Ran, TestDir, wait_for};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Read, Write};
@@ -22,8 +22,8 @@ fn root() -> PathBuf {
 }
 
 /// The program, which finds signals as a shell leaves them: these tests may run under `nohup`, or in the background of a script.
-fn process(place: &Place, arguments: &[&str]) -> Command {
-    let mut command = place.process(arguments);
+fn process(test_dir: &TestDir, arguments: &[&str]) -> Command {
+    let mut command = test_dir.process(arguments);
     with_signals(&mut command);
     command
 }
@@ -44,13 +44,13 @@ fn with_signals(command: &mut Command) {
 }
 
 /// `vramlab run` with a command of the shell.
-fn run(place: &Place, script: &str) -> Command {
-    process(place, &["run", "--", "sh", "-c", script])
+fn run(test_dir: &TestDir, script: &str) -> Command {
+    process(test_dir, &["run", "--", "sh", "-c", script])
 }
 
 /// With the stand-in for PyTorch, and a script of Python as `script.py`.
-fn torch(place: &Place, mut command: Command, script: &str) -> Command {
-    place.write("script.py", script);
+fn torch(test_dir: &TestDir, mut command: Command, script: &str) -> Command {
+    test_dir.write("script.py", script);
     command.env("PYTHONPATH", root().join("python/tests/fake"));
     command.env("FAKE_SNAPSHOT", root().join("../experiments/histories/mlp.pickle.xz"));
     // The recorder needs PyTorch's classes.
@@ -121,14 +121,14 @@ fn ended(command: Command) -> (ExitStatus, String) {
     Live::start(command).end()
 }
 
-fn record(place: &Place, folder: &str) -> Value {
-    serde_json::from_str(&std::fs::read_to_string(place.at(folder).join("program.json")).unwrap()).unwrap()
+fn record(test_dir: &TestDir, folder: &str) -> Value {
+    serde_json::from_str(&std::fs::read_to_string(test_dir.at(folder).join("program.json")).unwrap()).unwrap()
 }
 
 #[test]
 fn input_output_and_the_exit_code_pass_through() {
-    let place = Place::new();
-    let mut child = run(&place, "cat; echo told >&2; exit 7");
+    let test_dir = TestDir::new();
+    let mut child = run(&test_dir, "cat; echo told >&2; exit 7");
     let mut child = child.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     child.stdin.take().unwrap().write_all(b"\x00\xffa\n").unwrap();
     let output = child.wait_with_output().unwrap();
@@ -138,31 +138,31 @@ fn input_output_and_the_exit_code_pass_through() {
     assert_eq!(lines[0], "told");
     assert!(lines[1].starts_with("vramlab ") && lines[1].contains("exit code 7; no Python process"), "{said}");
     assert_eq!(lines.len(), 2);
-    let left = record(&place, "vramlab-run-1");
+    let left = record(&test_dir, "vramlab-run-1");
     assert_eq!((&left["exit_code"], &left["signal"], &left["processes"]), (&json!(7), &Value::Null, &json!([])));
 }
 
 #[test]
 fn a_program_that_dies_by_a_signal_ends_this_one_so() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     for signal in ["TERM", "KILL", "SEGV", "INT", "USR1"] {
-        let status = run(&place, &format!("kill -{signal} $$")).stderr(Stdio::null()).status().unwrap();
+        let status = run(&test_dir, &format!("kill -{signal} $$")).stderr(Stdio::null()).status().unwrap();
         let mut alone = Command::new("sh");
         with_signals(alone.args(["-c", &format!("kill -{signal} $$")]));
         let expected = alone.status().unwrap();
         assert_eq!(status.signal(), expected.signal(), "{signal}");
         assert!(status.signal().is_some());
     }
-    assert_eq!(record(&place, "vramlab-run-2")["signal"], 9);
+    assert_eq!(record(&test_dir, "vramlab-run-2")["signal"], 9);
 }
 
 #[test]
 fn signals_go_to_the_program() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     for signal in [Signal::TERM, Signal::INT, Signal::HUP, Signal::QUIT, Signal::USR1, Signal::USR2] {
         let name = signal.as_raw();
         let script = format!("trap 'echo got; exit 5' {name}; echo ready; while :; do sleep 0.02; done");
-        let live = Live::start(run(&place, &script));
+        let live = Live::start(run(&test_dir, &script));
         assert_eq!(live.line(), "ready");
         live.send(signal);
         assert_eq!(live.line(), "got");
@@ -172,15 +172,15 @@ fn signals_go_to_the_program() {
     let mut nohup = Command::new("sh");
     with_signals(&mut nohup);
     let script = format!("trap '' HUP; exec {} run -- sh -c 'kill -HUP $$; echo alive'", common::PROGRAM);
-    let output = nohup.args(["-c", &script]).current_dir(place.at(".")).output().unwrap();
+    let output = nohup.args(["-c", &script]).current_dir(test_dir.at(".")).output().unwrap();
     assert_eq!(output.stdout, b"alive\n");
 }
 
 #[test]
 #[cfg(target_os = "linux")]
 fn the_program_ends_with_a_run_that_is_killed() {
-    let place = Place::new();
-    let live = Live::start(run(&place, "echo $$; exec sleep 600"));
+    let test_dir = TestDir::new();
+    let live = Live::start(run(&test_dir, "echo $$; exec sleep 600"));
     let pid = live.line();
     assert!(runs(&pid));
     live.send(Signal::KILL);
@@ -198,9 +198,9 @@ fn runs(pid: &str) -> bool {
 
 #[test]
 fn what_cannot_be_run_is_said_before_anything_is() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     let refused = |arguments: &[&str], code: i32, words: &[&str]| {
-        let ran = place.run(arguments);
+        let ran = test_dir.run(arguments);
         assert_eq!((ran.code, ran.stdout.as_str()), (Some(code), ""), "{ran:#?}");
         for word in words {
             assert!(ran.stderr.contains(word), "{word}: {}", ran.stderr);
@@ -208,7 +208,7 @@ fn what_cannot_be_run_is_said_before_anything_is() {
         ran
     };
     refused(&["run", "--", "no-such-program"], 127, &["error: no-such-program: command not found"]);
-    place.write("text", "#!/bin/sh\n");
+    test_dir.write("text", "#!/bin/sh\n");
     refused(&["run", "--", "./text"], 126, &["error: ./text: Permission denied"]);
     refused(&["run"], 2, &["<COMMAND>"]);
     refused(&["run", "--"], 2, &["<COMMAND>"]);
@@ -220,16 +220,17 @@ fn what_cannot_be_run_is_said_before_anything_is() {
     refused(&["run", "--events", "0", "--", "true"], 2, &["--events"]);
     refused(&["run", "--output", "text", "--", "true"], 2, &["error: --output text: File exists"]);
     refused(&["run", "--output", "text/in", "--", "true"], 2, &["error: --output text/in: Not a directory"]);
-    assert_eq!(place.files(), ["text"], "nothing is left of what did not run");
+    assert_eq!(test_dir.files(), ["text"], "nothing is left of what did not run");
 }
 
 #[test]
 #[ignore = "needs Python 3"]
 fn a_run_is_recorded_and_ten_lines_say_what_it_took() {
-    let place = Place::new();
-    let command = process(&place, &["run", "--output", "out", "--limit", "20GiB", "--", "python3", "script.py", "x y"]);
+    let test_dir = TestDir::new();
+    let command =
+        process(&test_dir, &["run", "--output", "out", "--limit", "20GiB", "--", "python3", "script.py", "x y"]);
     let script = "import sys, torch\ntorch.cuda.init()\nprint(sys.argv[1:])\nsys.exit(3)\n";
-    let ran = Ran::of(torch(&place, command, script).output().unwrap());
+    let ran = Ran::of(torch(&test_dir, command, script).output().unwrap());
     assert_eq!((ran.code, ran.stdout.as_str()), (Some(3), "['x y']\n"), "{ran:#?}");
     let lines: Vec<&str> = ran.stderr.lines().collect();
     assert!(
@@ -248,12 +249,12 @@ fn a_run_is_recorded_and_ten_lines_say_what_it_took() {
         "{ran:#?}"
     );
     assert!(lines[5].starts_with("Next: ") && lines.len() == 6, "{ran:#?}");
-    let left = record(&place, "out");
+    let left = record(&test_dir, "out");
     assert_eq!((&left["exit_code"], &left["limit_bytes"]), (&json!(3), &json!(20_u64 << 30)));
     assert_eq!(left["advice"]["conf"], "expandable_segments:True");
-    let snapshot = place.at("out").join(left["processes"][0]["snapshots"][0]["file"].as_str().unwrap());
+    let snapshot = test_dir.at("out").join(left["processes"][0]["snapshots"][0]["file"].as_str().unwrap());
     // The snapshot is PyTorch's, so that the next command works.
-    let next = place.run(&["explain", snapshot.to_str().unwrap()]).ok();
+    let next = test_dir.run(&["explain", snapshot.to_str().unwrap()]).ok();
     assert!(next.stdout.contains("Active memory at its peak"), "{next:#?}");
     // Without a driver that is said; with one the run has no such GPU.
     let why = left["device_missing"].as_str();
@@ -263,35 +264,36 @@ fn a_run_is_recorded_and_ten_lines_say_what_it_took() {
 #[test]
 #[ignore = "needs Python 3"]
 fn quiet_says_nothing_and_files_of_an_earlier_run_are_not_this_ones() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     for _ in 0..2 {
-        let command = process(&place, &["run", "-q", "--no-advise", "--output", "out", "--", "python3", "script.py"]);
-        let ran = Ran::of(torch(&place, command, "import torch\ntorch.cuda.init()\n").output().unwrap());
+        let command =
+            process(&test_dir, &["run", "-q", "--no-advise", "--output", "out", "--", "python3", "script.py"]);
+        let ran = Ran::of(torch(&test_dir, command, "import torch\ntorch.cuda.init()\n").output().unwrap());
         assert_eq!((ran.code, ran.stdout.as_str(), ran.stderr.as_str()), (Some(0), "", ""));
-        assert_eq!(record(&place, "out")["processes"].as_array().unwrap().len(), 1);
+        assert_eq!(record(&test_dir, "out")["processes"].as_array().unwrap().len(), 1);
     }
-    let pickles = common::names(&place.at("out")).into_iter().filter(|name| name.ends_with(".pickle"));
+    let pickles = common::names(&test_dir.at("out")).into_iter().filter(|name| name.ends_with(".pickle"));
     assert_eq!(pickles.count(), 2);
 }
 
 #[test]
 #[ignore = "needs Python 3"]
 fn ranks_of_a_shell_script_are_recorded_and_a_signal_asks_each_for_a_snapshot() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     let launcher = "for rank in 0 1; do RANK=$rank python3 script.py & done; wait; echo over; exit 4";
-    let command = process(&place, &["run", "--output", "out", "--no-frames", "--", "sh", "-c", launcher]);
+    let command = process(&test_dir, &["run", "--output", "out", "--no-frames", "--", "sh", "-c", launcher]);
     // Each rank's line by one write, so that the other's does not come between.
     let script = "import os, time, torch\ntorch.cuda.init()\nos.write(1, b'ready\\n')\n\
         while not [f for f in os.listdir(os.environ['VRAMLAB_OUTPUT']) if 'rank' + os.environ['RANK'] in f and 'signal' in f]:\n    \
         time.sleep(0.01)\n";
-    let live = Live::start(torch(&place, command, script));
+    let live = Live::start(torch(&test_dir, command, script));
     assert_eq!((live.line(), live.line()), ("ready".to_owned(), "ready".to_owned()));
     // The launcher would die of it.
     live.send(Signal::USR1);
     assert_eq!(live.line(), "over");
     let (status, said) = live.end();
     assert_eq!(status.code(), Some(4), "{said}");
-    let left = record(&place, "out");
+    let left = record(&test_dir, "out");
     let of = |at: usize, key: &str| left["processes"][at][key].clone();
     assert_eq!((of(0, "rank"), of(1, "rank")), (json!(0), json!(1)));
     let why = |at: usize| -> Vec<String> {
@@ -308,27 +310,27 @@ fn ranks_of_a_shell_script_are_recorded_and_a_signal_asks_each_for_a_snapshot() 
 #[test]
 #[ignore = "needs Python 3"]
 fn a_process_that_is_killed_leaves_no_half_snapshot() {
-    let place = Place::new();
-    let command = process(&place, &["run", "--output", "out", "--", "python3", "script.py"]);
+    let test_dir = TestDir::new();
+    let command = process(&test_dir, &["run", "--output", "out", "--", "python3", "script.py"]);
     let script = "import os, pathlib, torch\nfrom vramlab import _record\ntorch.cuda.init()\n\
         def half(file):\n    file.write(b'half')\n    file.flush()\n    os.kill(os.getpid(), 9)\n\
         _record.write_whole(pathlib.Path(os.environ['VRAMLAB_OUTPUT']) / 'x.pickle', half)\n";
-    let output = torch(&place, command, script).output().unwrap();
+    let output = torch(&test_dir, command, script).output().unwrap();
     assert_eq!(output.status.signal(), Some(9));
     let said = String::from_utf8(output.stderr).unwrap();
     assert!(said.contains("ended by signal 9") && said.contains("its newest snapshot: none"), "{said}");
-    let names = common::names(&place.at("out"));
+    let names = common::names(&test_dir.at("out"));
     assert!(names.len() == 2 && names[0].ends_with(".process.json") && names[1] == "program.json", "{names:?}");
 }
 
 #[test]
 #[ignore = "needs Python 3"]
 fn what_was_predicted_stands_beside_what_was_measured() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     let script = "import os, torch\ntorch.cuda.init()\noptimizer = torch.optim.Optimizer()\n\
         for _ in range(5):\n    optimizer.step()\nprint('conf', os.environ.get('PYTORCH_CUDA_ALLOC_CONF'))\n";
-    let command = process(&place, &["try", "--json", "--output", "out", "--", "python3", "script.py"]);
-    let ran = Ran::of(torch(&place, command, script).output().unwrap()).ok();
+    let command = process(&test_dir, &["try", "--json", "--output", "out", "--", "python3", "script.py"]);
+    let ran = Ran::of(torch(&test_dir, command, script).output().unwrap()).ok();
     let tried = ran.json();
     let runs = tried["runs"].as_array().unwrap();
     assert_eq!((&runs[0]["name"], &runs[1]["conf"]), (&json!("as it is"), &json!("expandable_segments:True")));
@@ -347,14 +349,14 @@ fn what_was_predicted_stands_beside_what_was_measured() {
         runs[2]["predicted_reserved_bytes"].as_u64() > Some(0) && runs[2]["predicted_driver_calls"].as_u64() > Some(0)
     );
     assert!(ran.stderr.contains("vramlab: remap cannot be put under PyTorch"), "{ran:#?}");
-    let command = process(&place, &["try", "--output", "again", "--", "python3", "script.py"]);
-    let ran = Ran::of(torch(&place, command, script).output().unwrap()).ok();
+    let command = process(&test_dir, &["try", "--output", "again", "--", "python3", "script.py"]);
+    let ran = Ran::of(torch(&test_dir, command, script).output().unwrap()).ok();
     for words in ["predicted and measured", "as it is", "expandable_segments", "300 MiB", "remap", "step: median time"]
     {
         assert!(ran.stdout.contains(words), "{words}: {ran:#?}");
     }
-    let command = process(&place, &["try", "--", "true"]);
-    let ran = Ran::of(torch(&place, command, "").output().unwrap());
+    let command = process(&test_dir, &["try", "--", "true"]);
+    let ran = Ran::of(torch(&test_dir, command, "").output().unwrap());
     assert_eq!(ran.code, Some(1));
     assert!(ran.stderr.contains("error: no process of the program used CUDA"), "{ran:#?}");
 }
@@ -385,80 +387,80 @@ fn with_host_memory() -> Value {
 
 #[test]
 fn pinned_memory_of_the_host_is_explained() {
-    let place = Place::new();
-    let file = place.write("host.json", with_host_memory().to_string());
-    let told = place.run(&["explain", &file, "--json"]).ok().json();
+    let test_dir = TestDir::new();
+    let file = test_dir.write("host.json", with_host_memory().to_string());
+    let told = test_dir.run(&["explain", &file, "--json"]).ok().json();
     // 16 and 3 MiB are from before the trace; 3 MiB are not rounded.
     assert_eq!(
         told["pinning"],
         json!({"segments": 3, "bytes": 83 * MIB, "active_bytes": 67 * MIB, "peak_bytes": 147 * MIB,
             "rounding_most_bytes": 40 * MIB})
     );
-    let said = place.run(&["explain", &file]).ok().stdout;
+    let said = test_dir.run(&["explain", &file]).ok().stdout;
     let words = "83 MiB of host memory pinned in 3 segments, 67 MiB active; peak 147 MiB; up to 40 MiB due to rounding";
     assert!(said.contains(words), "{said}");
     // Without any, nothing is said.
     let mut without = with_host_memory();
     without.as_object_mut().unwrap().retain(|key, _| !key.starts_with("host"));
-    let file = place.write("without.json", without.to_string());
-    assert_eq!(place.run(&["explain", &file, "--json"]).ok().json()["pinning"], Value::Null);
+    let file = test_dir.write("without.json", without.to_string());
+    assert_eq!(test_dir.run(&["explain", &file, "--json"]).ok().json()["pinning"], Value::Null);
 }
 
 #[test]
 #[ignore = "needs Python 3"]
 fn pinned_memory_is_read_from_pickles_too() {
-    let place = Place::new();
-    let file = place.write("host.json", with_host_memory().to_string());
-    let expected = place.run(&["explain", &file, "--json"]).ok().json()["pinning"].clone();
+    let test_dir = TestDir::new();
+    let file = test_dir.write("host.json", with_host_memory().to_string());
+    let expected = test_dir.run(&["explain", &file, "--json"]).ok().json()["pinning"].clone();
     let script = "import json, pickle\nsnapshot = json.load(open('host.json'))\nfor protocol in (2, 3, 4, 5):\n    \
         pickle.dump(snapshot, open(f'{protocol}.pickle', 'wb'), protocol=protocol)\n\
         many = [dict(one, address=at) for at, one in enumerate(snapshot['host_segments'] * 700)]\n\
         order = ['host_traces', 'host_segments', 'segments', 'device_traces', 'allocator_settings']\n\
         again = {key: snapshot[key] for key in order} | {'host_segments': many}\n\
         pickle.dump(again, open('many.pickle', 'wb'))\n";
-    place.write("write.py", script);
-    let wrote = Command::new("python3").arg("write.py").current_dir(place.at(".")).status().unwrap();
+    test_dir.write("write.py", script);
+    let wrote = Command::new("python3").arg("write.py").current_dir(test_dir.at(".")).status().unwrap();
     assert!(wrote.success());
     for protocol in 2..=5 {
-        let told = place.run(&["explain", &format!("{protocol}.pickle"), "--json"]).ok().json();
+        let told = test_dir.run(&["explain", &format!("{protocol}.pickle"), "--json"]).ok().json();
         assert_eq!(told["pinning"], expected, "protocol {protocol}");
     }
     // In another order, and in batches.
-    let told = place.run(&["explain", "many.pickle", "--json"]).ok().json();
+    let told = test_dir.run(&["explain", "many.pickle", "--json"]).ok().json();
     assert_eq!((&told["pinning"]["segments"], &told["pinning"]["bytes"]), (&json!(2100), &json!(700 * 83 * MIB)));
     assert_eq!(told["peak_reserved"]["reserved_bytes"], 34 * MIB);
 }
 
 #[test]
 fn what_was_sampled_of_the_gpu_is_a_line_of_the_ledger_and_a_curve() {
-    let place = Place::new();
-    let file = place.write("pid7.json", with_host_memory().to_string());
-    assert_eq!(place.run(&["explain", &file, "--json"]).ok().json()["beside"], Value::Null);
+    let test_dir = TestDir::new();
+    let file = test_dir.write("pid7.json", with_host_memory().to_string());
+    assert_eq!(test_dir.run(&["explain", &file, "--json"]).ok().json()["beside"], Value::Null);
     let curve = |process: Value| {
         json!({"pid": 7, "gpus": [{"index": 0, "uuid": "GPU-1", "name": "a GPU", "total_bytes": 1024 * MIB,
             "time_ns": [0, 1_900_000_000, 4_000_000_000_u64], "used_bytes": [50 * MIB, 600 * MIB, 70 * MIB],
             "process_bytes": process}]})
     };
     let processes = json!([0, 500 * MIB, 20 * MIB]);
-    place.write("pid7.device.json", curve(processes).to_string());
-    let told = place.run(&["explain", &file, "--json"]).ok().json();
+    test_dir.write("pid7.device.json", curve(processes).to_string());
+    let told = test_dir.run(&["explain", &file, "--json"]).ok().json();
     assert_eq!(
         told["beside"],
         json!({"total_bytes": 1024 * MIB, "peak_used_bytes": 600 * MIB, "used_bytes": 600 * MIB,
             "not_pytorch_bytes": 566 * MIB, "own_bytes": 466 * MIB, "others_bytes": 100 * MIB})
     );
-    let said = place.run(&["explain", &file]).ok().stdout;
+    let said = test_dir.run(&["explain", &file]).ok().stdout;
     let words = "566 MiB used on the GPU outside PyTorch's allocator: 466 MiB by this process (CUDA context, libraries such as \
         cuBLAS and NCCL), 100 MiB by other processes; 424 MiB of 1 GiB free";
     assert!(said.contains(words), "{said}");
     let points = told["timeline"].as_array().unwrap();
     assert!(points.iter().all(|point| point["device_used_bytes"] == 600 * MIB), "{told}");
-    place.run(&["report", &file, "--out", "page.html"]).ok();
-    assert!(std::fs::read_to_string(place.at("page.html")).unwrap().contains("device_used_bytes"));
+    test_dir.run(&["report", &file, "--out", "page.html"]).ok();
+    assert!(std::fs::read_to_string(test_dir.at("page.html")).unwrap().contains("device_used_bytes"));
     // A driver that does not tell processes apart; a file that was cut short says nothing.
-    place.write("pid7.device.json", curve(Value::Null).to_string());
-    let told = place.run(&["explain", &file, "--json"]).ok().json();
+    test_dir.write("pid7.device.json", curve(Value::Null).to_string());
+    let told = test_dir.run(&["explain", &file, "--json"]).ok().json();
     assert_eq!((&told["beside"]["not_pytorch_bytes"], &told["beside"]["own_bytes"]), (&json!(566 * MIB), &Value::Null));
-    place.write("pid7.device.json", &curve(Value::Null).to_string()[..40]);
-    assert_eq!(place.run(&["explain", &file, "--json"]).ok().json()["beside"], Value::Null);
+    test_dir.write("pid7.device.json", &curve(Value::Null).to_string()[..40]);
+    assert_eq!(test_dir.run(&["explain", &file, "--json"]).ok().json()["beside"], Value::Null);
 }

@@ -1,6 +1,6 @@
 //! Predictions of `vramlab advise`, compared with PyTorch's measurements.
 
-use crate::common::Place;
+use crate::common::TestDir;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -28,7 +28,7 @@ fn third() -> usize {
 #[test]
 fn a_third_of_the_table_is_made_again() {
     let third = third().to_string();
-    let ran = Place::new().run(&["advise-truth", "--third", &third]).ok();
+    let ran = TestDir::new().run(&["advise-truth", "--third", &third]).ok();
     assert!(ran.stderr.contains("pairs are as experiments/results/advise-truth.csv has them"), "{ran:#?}");
 }
 
@@ -84,16 +84,16 @@ fn no_row_is_of_a_recordings_own_settings() {
 }
 
 /// A checkout with one program's runs, and its committed table after `change`.
-fn checkout(change: impl Fn(&mut Row)) -> Place {
-    let place = Place::new();
+fn checkout(change: impl Fn(&mut Row)) -> TestDir {
+    let test_dir = TestDir::new();
     for folder in ["experiments/results", "experiments/histories"] {
-        fs::create_dir_all(place.at(folder)).unwrap();
+        fs::create_dir_all(test_dir.at(folder)).unwrap();
     }
-    fs::copy(experiments("histories/truth.tar"), place.at("experiments/histories/truth.tar")).unwrap();
+    fs::copy(experiments("histories/truth.tar"), test_dir.at("experiments/histories/truth.tar")).unwrap();
     let runs = fs::read_to_string(experiments("results/advise-truth.jsonl")).unwrap();
     let runs: Vec<&str> = runs.lines().filter(|line| line.contains("\"lstm_var\"")).collect();
     assert!(!runs.is_empty());
-    fs::write(place.at("experiments/results/advise-truth.jsonl"), runs.join("\n")).unwrap();
+    fs::write(test_dir.at("experiments/results/advise-truth.jsonl"), runs.join("\n")).unwrap();
     let table = fs::read_to_string(experiments("results/advise-truth.csv")).unwrap();
     let mut writer = csv::Writer::from_writer(Vec::new());
     let columns: Vec<String> = table.lines().next().unwrap().split(',').map(str::to_owned).collect();
@@ -102,8 +102,8 @@ fn checkout(change: impl Fn(&mut Row)) -> Place {
         change(&mut row);
         writer.write_record(columns.iter().map(|column| &row[column])).unwrap();
     }
-    fs::write(place.at("experiments/results/advise-truth.csv"), writer.into_inner().unwrap()).unwrap();
-    place
+    fs::write(test_dir.at("experiments/results/advise-truth.csv"), writer.into_inner().unwrap()).unwrap();
+    test_dir
 }
 
 #[test]
@@ -112,20 +112,20 @@ fn a_figure_that_differs_from_the_kept_one_is_named() {
     let ran = checkout(other_build).run(&["advise-truth"]).ok();
     assert!(ran.stderr.contains("6 pairs are as"), "{ran:#?}");
     for (column, value) in [("predicted_peak_reserved_bytes", "1"), ("predicted_retries", "7"), ("rank", "9")] {
-        let place = checkout(|row| {
+        let test_dir = checkout(|row| {
             if row["conf"] == "max_split_size_mb:32" {
                 row.insert(column.to_owned(), value.to_owned());
             }
         });
-        let ran = place.run(&["advise-truth"]);
+        let ran = test_dir.run(&["advise-truth"]);
         let lines: Vec<&str> = ran.stderr.lines().collect();
         assert!(ran.code == Some(1) && lines.len() == 1, "{ran:#?}");
         let first = "1 of 6 pairs are not as experiments/results/advise-truth.csv has them, first \
                      lstm_var.default.pickle.xz under max_split_size_mb:32: ";
         assert!(lines[0].contains(first) && lines[0].ends_with("-o experiments/results/advise-truth.csv"), "{ran:#?}");
         // A rewritten table is correct.
-        place.run(&["advise-truth", "-o", "experiments/results/advise-truth.csv"]).ok();
-        place.run(&["advise-truth"]).ok();
+        test_dir.run(&["advise-truth", "-o", "experiments/results/advise-truth.csv"]).ok();
+        test_dir.run(&["advise-truth"]).ok();
     }
     // A third without the only recording is refused.
     let none = checkout(|_| {}).run(&["advise-truth", "--third", "4"]);
@@ -134,51 +134,51 @@ fn a_figure_that_differs_from_the_kept_one_is_named() {
 
 #[test]
 fn damaged_records_are_refused_with_the_mend() {
-    let run = |place: &Place| place.run(&["advise-truth"]);
-    let place = checkout(|_| {});
-    let runs = fs::read_to_string(place.at("experiments/results/advise-truth.jsonl")).unwrap();
+    let run = |test_dir: &TestDir| test_dir.run(&["advise-truth"]);
+    let test_dir = checkout(|_| {});
+    let runs = fs::read_to_string(test_dir.at("experiments/results/advise-truth.jsonl")).unwrap();
     let missing = runs.replace("lstm_var.default.pickle.xz", "lost.pickle.xz");
-    fs::write(place.at("experiments/results/advise-truth.jsonl"), missing).unwrap();
-    run(&place).refused(2, &["advise-truth.jsonl:1: there is no lost.pickle.xz", "check the repository out anew"]);
-    fs::write(place.at("experiments/results/advise-truth.jsonl"), runs.replace("\"conf\"", "\"config\"")).unwrap();
-    run(&place).refused(2, &["advise-truth.jsonl:1: unknown field `config`"]);
-    fs::write(place.at("experiments/results/advise-truth.jsonl"), &runs).unwrap();
-    fs::write(place.at("experiments/histories/truth.tar"), "torn").unwrap();
-    run(&place).refused(2, &["truth.tar is damaged"]);
+    fs::write(test_dir.at("experiments/results/advise-truth.jsonl"), missing).unwrap();
+    run(&test_dir).refused(2, &["advise-truth.jsonl:1: there is no lost.pickle.xz", "check the repository out anew"]);
+    fs::write(test_dir.at("experiments/results/advise-truth.jsonl"), runs.replace("\"conf\"", "\"config\"")).unwrap();
+    run(&test_dir).refused(2, &["advise-truth.jsonl:1: unknown field `config`"]);
+    fs::write(test_dir.at("experiments/results/advise-truth.jsonl"), &runs).unwrap();
+    fs::write(test_dir.at("experiments/histories/truth.tar"), "torn").unwrap();
+    run(&test_dir).refused(2, &["truth.tar is damaged"]);
 }
 
 #[test]
 fn folders_without_pairs_are_refused_with_the_mend() {
-    let place = Place::new();
-    place
+    let test_dir = TestDir::new();
+    test_dir
         .run(&["advise-truth", "nowhere"])
         .refused(2, &["nowhere: No such file", "; name a directory with recordings"]);
     for folder in ["empty", "alone"] {
-        fs::create_dir(place.at(folder)).unwrap();
+        fs::create_dir(test_dir.at(folder)).unwrap();
     }
     // Statistics without a recording do not make a pair.
-    place.write("alone/a.default.json", r#"{"stats": {"reserved_bytes.all.peak": 1}}"#);
+    test_dir.write("alone/a.default.json", r#"{"stats": {"reserved_bytes.all.peak": 1}}"#);
     for folder in ["empty", "alone"] {
         let words = [folder, "(PROGRAM.CONFIG.pickle.xz)", "(PROGRAM.CONFIG.json)", "record_settings.py records both"];
-        place.run(&["advise-truth", folder]).refused(2, &words);
+        test_dir.run(&["advise-truth", folder]).refused(2, &words);
     }
-    place.write("b.json", "torn");
-    place.run(&["advise-truth", "."]).refused(2, &["b.json: it is not JSON", "record it anew"]);
+    test_dir.write("b.json", "torn");
+    test_dir.run(&["advise-truth", "."]).refused(2, &["b.json: it is not JSON", "record it anew"]);
 }
 
 /// A directory as `record_settings.py` leaves it gives the same rows as the record's runs.
 #[test]
 fn a_folder_of_recordings_is_read() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     let archive = fs::File::open(experiments("histories/truth.tar")).unwrap();
-    tar::Archive::new(archive).unpack(place.at(".")).unwrap();
+    tar::Archive::new(archive).unpack(test_dir.at(".")).unwrap();
     for (config, conf, peak) in
         [("default", "", 13_902_020_608_u64), ("split32", "max_split_size_mb:32", 56_881_053_696)]
     {
         let run = serde_json::json!({"config": config, "conf": conf, "stats": {"reserved_bytes.all.peak": peak}});
-        place.write(&format!("lstm_var.{config}.json"), run.to_string());
+        test_dir.write(&format!("lstm_var.{config}.json"), run.to_string());
     }
-    let rows = place.run(&["advise-truth", ".", "--json"]).rows();
+    let rows = test_dir.run(&["advise-truth", ".", "--json"]).rows();
     let of = |row: &Row| row["program"] == "lstm_var" && row["conf"] == "max_split_size_mb:32";
     let kept = kept().into_iter().find(of).unwrap();
     assert_eq!(rows.len(), 1, "{rows:?}");

@@ -1,7 +1,7 @@
 //! `experiments bench` from a user's view, and `experiments fidelity`: the error of a simulated run compared with a
 //! GPU.
 
-use crate::common::{Place, Ran};
+use crate::common::{Ran, TestDir};
 use assert_cmd::Command;
 use serde_json::Value;
 use std::path::Path;
@@ -149,21 +149,21 @@ sync = ["never", "step"]
 "#;
 
 /// Runs the spec into `out` on a device.
-fn record(place: &Place, out: &str, device: &str) {
-    place.write("small.toml", SPEC);
-    place.run(&["run", "small.toml", "--device", device, "-o", out]).ok();
+fn record(test_dir: &TestDir, out: &str, device: &str) {
+    test_dir.write("small.toml", SPEC);
+    test_dir.run(&["run", "small.toml", "--device", device, "-o", out]).ok();
 }
 
-fn fidelity(place: &Place, more: &[&str]) -> Ran {
-    place.run(&[&["fidelity", "--measured", "a/small", "--against", "b/small"], more].concat())
+fn fidelity(test_dir: &TestDir, more: &[&str]) -> Ran {
+    test_dir.run(&[&["fidelity", "--measured", "a/small", "--against", "b/small"], more].concat())
 }
 
 #[test]
 fn a_simulation_is_like_itself() {
-    let place = Place::new();
-    record(&place, "a", "sim");
-    record(&place, "b", "sim");
-    let report = fidelity(&place, &["--json", "--tolerance", "0%"]).ok().json();
+    let test_dir = TestDir::new();
+    record(&test_dir, "a", "sim");
+    record(&test_dir, "b", "sim");
+    let report = fidelity(&test_dir, &["--json", "--tolerance", "0%"]).ok().json();
     assert_eq!((&report["worst"], &report["within"]), (&0.0.into(), &true.into()));
     assert_eq!(report["axes"], serde_json::json!(["alloc", "sync"]));
     let cells = report["cells"].as_array().unwrap();
@@ -178,35 +178,35 @@ fn a_simulation_is_like_itself() {
     }
     let naive = cells.iter().find(|cell| cell["cell"] == "naive never").unwrap();
     assert!((naive["same_calls"].as_f64().unwrap() - 1.0).abs() < 1e-9, "{naive}");
-    let text = fidelity(&place, &[]).ok().stdout;
+    let text = fidelity(&test_dir, &[]).ok().stdout;
     assert!(text.contains("caching step") && text.contains("+0.0 %") && text.contains("mem_free"), "{text}");
 }
 
 #[test]
 fn a_simulation_that_is_off_fails_and_says_by_how_much() {
-    let place = Place::new();
-    record(&place, "a", "sim");
+    let test_dir = TestDir::new();
+    record(&test_dir, "a", "sim");
     // Launches that take twice as long, and frees that do not wait.
     let mut profile = Profile::h200();
     profile.queues.launch_ns *= 2;
-    place.write("slow.json", serde_json::to_string(&profile).unwrap());
-    record(&place, "b", "sim:slow.json");
-    let ran = fidelity(&place, &["--json"]);
+    test_dir.write("slow.json", serde_json::to_string(&profile).unwrap());
+    record(&test_dir, "b", "sim:slow.json");
+    let ran = fidelity(&test_dir, &["--json"]);
     assert_eq!(ran.code, Some(1), "{ran:#?}");
     let report = ran.json();
     assert!(report["worst"].as_f64().unwrap() > 0.15 && report["within"] == false, "{report}");
     let error = ran.stderr.lines().last().unwrap();
     assert!(error.starts_with("error: ") && error.contains("cells are not as measured"), "{error}");
     // A wider tolerance accepts it.
-    fidelity(&place, &["--tolerance", "1000%"]).ok();
+    fidelity(&test_dir, &["--tolerance", "1000%"]).ok();
 
     let mut profile = Profile::h200();
     profile.plain.free_drains_device = false;
-    place.write("lax.json", serde_json::to_string(&profile).unwrap());
+    test_dir.write("lax.json", serde_json::to_string(&profile).unwrap());
     let out = ["run", "small.toml", "--device", "sim:lax.json", "-o", "c"];
-    place.run(&out).ok();
+    test_dir.run(&out).ok();
     let arguments = ["fidelity", "--measured", "a/small", "--against", "c/small", "--tolerance", "1000%", "--json"];
-    let ran = place.run(&arguments);
+    let ran = test_dir.run(&arguments);
     assert_eq!(ran.code, Some(1), "it waits elsewhere: {ran:#?}");
     let cells = ran.json()["cells"].as_array().unwrap().clone();
     let elsewhere: Vec<&str> =
@@ -216,29 +216,29 @@ fn a_simulation_that_is_off_fails_and_says_by_how_much() {
 
 #[test]
 fn what_cannot_be_compared_is_refused() {
-    let place = Place::new();
-    record(&place, "a", "sim");
-    fidelity(&place, &[]).refused(2, &["b/small has no experiment.json"]);
-    std::fs::create_dir_all(place.at("b/small")).unwrap();
-    fidelity(&place, &[]).refused(2, &["b/small has no experiment.json"]);
-    record(&place, "b", "sim");
-    std::fs::remove_dir_all(place.at("b/small/runs/02-caching-never-r0")).unwrap();
-    fidelity(&place, &[]).refused(2, &["b/small has no finished run of 'caching never'"]);
-    std::fs::remove_dir_all(place.at("b/small/runs")).unwrap();
-    fidelity(&place, &[]).refused(2, &["b/small has no finished run"]);
-    let path = place.at("b/small/experiment.json");
+    let test_dir = TestDir::new();
+    record(&test_dir, "a", "sim");
+    fidelity(&test_dir, &[]).refused(2, &["b/small has no experiment.json"]);
+    std::fs::create_dir_all(test_dir.at("b/small")).unwrap();
+    fidelity(&test_dir, &[]).refused(2, &["b/small has no experiment.json"]);
+    record(&test_dir, "b", "sim");
+    std::fs::remove_dir_all(test_dir.at("b/small/runs/02-caching-never-r0")).unwrap();
+    fidelity(&test_dir, &[]).refused(2, &["b/small has no finished run of 'caching never'"]);
+    std::fs::remove_dir_all(test_dir.at("b/small/runs")).unwrap();
+    fidelity(&test_dir, &[]).refused(2, &["b/small has no finished run"]);
+    let path = test_dir.at("b/small/experiment.json");
     let text = std::fs::read_to_string(&path).unwrap();
     std::fs::write(&path, text.replace("\"schema_version\": 1", "\"schema_version\": 2")).unwrap();
-    fidelity(&place, &[]).refused(2, &["schema version 2"]);
-    let ran = fidelity(&place, &["--tolerance", "lots"]);
+    fidelity(&test_dir, &[]).refused(2, &["schema version 2"]);
+    let ran = fidelity(&test_dir, &["--tolerance", "lots"]);
     assert_eq!((ran.code, ran.stdout.as_str()), (Some(2), ""), "{ran:#?}");
-    fidelity(&place, &["--profile", "slow.json"]).refused(2, &["--profile is for new runs"]);
+    fidelity(&test_dir, &["--profile", "slow.json"]).refused(2, &["--profile is for new runs"]);
 }
 
 #[test]
 fn without_a_gpu_the_recorded_runs_are_compared() {
-    let place = Place::new();
-    let mut command = place.process(&["fidelity", "--json"]);
+    let test_dir = TestDir::new();
+    let mut command = test_dir.process(&["fidelity", "--json"]);
     let ran = Ran::of(command.env("CUDA_VISIBLE_DEVICES", "-1").output().unwrap());
     let report = ran.json();
     // It fails because of the simulation's error, not because something is missing here.
@@ -250,10 +250,10 @@ fn without_a_gpu_the_recorded_runs_are_compared() {
         "{ran:#?}"
     );
     // Nothing was run for it.
-    assert_eq!(place.files(), [""; 0]);
+    assert_eq!(test_dir.files(), [""; 0]);
 
     // The text report: one sentence and the next command.
-    let mut command = place.process(&["fidelity"]);
+    let mut command = test_dir.process(&["fidelity"]);
     let text = Ran::of(command.env("CUDA_VISIBLE_DEVICES", "-1").output().unwrap()).stdout;
     let mut lines = text.lines().rev();
     let (next, found) = (lines.next().unwrap(), lines.next().unwrap());

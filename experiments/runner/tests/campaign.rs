@@ -1,6 +1,6 @@
 //! `experiments campaign` on the parts that need no GPU.
 
-use crate::common::{Place, SMALL, json_at};
+use crate::common::{SMALL, TestDir, json_at};
 use assert_cmd::Command;
 use serde_json::{Value, json};
 use std::fs;
@@ -14,9 +14,9 @@ fn campaign() -> Command {
 /// The predictions equal the committed table's, and a complete part is not repeated.
 #[test]
 fn truth_is_made_once_and_compared() {
-    let place = tempfile::tempdir().unwrap();
+    let test_dir = tempfile::tempdir().unwrap();
     let made = || {
-        let found = campaign().args(["truth", "--json", "-o"]).arg(place.path()).assert().success();
+        let found = campaign().args(["truth", "--json", "-o"]).arg(test_dir.path()).assert().success();
         let output = found.get_output().clone();
         let rows: Vec<Value> = serde_json::from_slice(&output.stdout).unwrap();
         (rows, String::from_utf8(output.stderr).unwrap())
@@ -33,15 +33,15 @@ fn truth_is_made_once_and_compared() {
 #[cfg(unix)]
 #[test]
 fn what_failed_is_not_done() {
-    let place = tempfile::tempdir().unwrap();
-    let file = place.path().join("parts.toml");
+    let test_dir = tempfile::tempdir().unwrap();
+    let file = test_dir.path().join("parts.toml");
     for (ends, code) in [(1, 1), (4, 4), (130, 130)] {
         let text = format!(
             "[[part]]\nname = 'a'\ncommand = ['sh', '-c', 'echo []; exit {ends}']\nstdout = 'a.json'\ndocuments = []\n\
              [[part.record]]\nmade = 'a.json'\nkept = 'none.json'\nkey = ['arm']\nfigures = ['ms']\n"
         );
         fs::write(&file, text).unwrap();
-        let out = place.path().join("out");
+        let out = test_dir.path().join("out");
         campaign().arg("--file").arg(&file).arg("-o").arg(&out).assert().code(code);
         assert_eq!(fs::read_dir(&out).unwrap().count(), 0);
     }
@@ -52,13 +52,13 @@ fn what_failed_is_not_done() {
 /// A part may be a command of `vramlab`, because this program is `vramlab` too.
 #[test]
 fn a_history_is_replayed() {
-    let place = tempfile::tempdir().unwrap();
-    let file = place.path().join("parts.toml");
+    let test_dir = tempfile::tempdir().unwrap();
+    let file = test_dir.path().join("parts.toml");
     let text = "[[part]]\nname = 'a'\nstdout = 'a.json'\ndocuments = []\n\
                 command = ['vramlab', 'replay', '{experiments}/histories/mlp.pickle.xz', '--device', 'null', '--json', '--plan', 'off']\n\
                 [[part.record]]\nmade = 'a.json'\nkept = 'none.json'\nkey = ['alloc']\nfigures = ['peak_reserved_bytes']\n";
     fs::write(&file, text).unwrap();
-    let out = place.path().join("out");
+    let out = test_dir.path().join("out");
     campaign().arg("--file").arg(&file).arg("-o").arg(&out).assert().success();
     assert!(json_at(&out.join("a.json"))[0]["peak_reserved_bytes"].as_u64() > Some(0));
 }
@@ -67,7 +67,7 @@ fn a_history_is_replayed() {
 #[cfg(unix)]
 #[test]
 fn the_profile_is_the_campaigns_own() {
-    let place = tempfile::tempdir().unwrap();
+    let test_dir = tempfile::tempdir().unwrap();
     let record = |made: &str| {
         format!("documents = []\n[[part.record]]\nmade = '{made}'\nkept = 'none'\nkey = []\nfigures = []\n")
     };
@@ -77,7 +77,7 @@ fn the_profile_is_the_campaigns_own() {
     };
     let says = r#"['sh', '-c', 'echo "[{\"is\": \"$0\"}]"', '{profile}']"#;
     let parts = [part("before", says), part("profile", "['echo', '{}']"), part("after", says)].concat();
-    let (file, out) = (place.path().join("parts.toml"), place.path().join("out"));
+    let (file, out) = (test_dir.path().join("parts.toml"), test_dir.path().join("out"));
     fs::write(&file, parts).unwrap();
     campaign().arg("--file").arg(&file).arg("-o").arg(&out).assert().success();
     let told = |name: &str| json_at(&out.join(name))[0]["is"].as_str().unwrap().to_owned();
@@ -90,22 +90,22 @@ fn the_profile_is_the_campaigns_own() {
 #[test]
 fn folders_of_experiments_are_compared() {
     const PEAK: &str = "reserved_bytes.all.peak";
-    let place = Place::new();
+    let test_dir = TestDir::new();
     let parts = format!(
         "[[part]]\nname = 'small'\ncommand = ['experiments', 'run', 'small.toml', '--device', 'sim', '-o', '{{out}}/sim']\n\
          documents = []\n[[part.record]]\nspecs = ['small']\nmade = 'sim/{{spec}}'\nkept = '*-sim/{{spec}}'\nkey = ['arm', 'options']\n\
          figures = ['summary/allocator_stats/{PEAK}', 'result/none']\n"
     );
-    place.write("parts.toml", parts);
-    let rows = |out: &str| place.run(&["campaign", "--file", "parts.toml", "--json", "-o", out]).ok().rows();
-    place.write("small.toml", SMALL);
+    test_dir.write("parts.toml", parts);
+    let rows = |out: &str| test_dir.run(&["campaign", "--file", "parts.toml", "--json", "-o", out]).ok().rows();
+    test_dir.write("small.toml", SMALL);
     assert!(rows("first").is_empty(), "nothing is kept yet");
-    fs::create_dir_all(place.at("experiments/results")).unwrap();
+    fs::create_dir_all(test_dir.at("experiments/results")).unwrap();
     for label in ["2026-01-01-sim", "2026-01-02-sim"] {
         let kept = format!("experiments/results/{label}.tar.xz");
-        place.run(&["pack", "first/sim", "-o", &kept]).ok();
-        place.write("small.toml", SMALL.replace("[5, 9]", "[5, 12]"));
-        place.run(&["run", "small.toml", "--device", "sim", "--again", "-o", "first/sim"]).ok();
+        test_dir.run(&["pack", "first/sim", "-o", &kept]).ok();
+        test_dir.write("small.toml", SMALL.replace("[5, 9]", "[5, 12]"));
+        test_dir.run(&["run", "small.toml", "--device", "sim", "--again", "-o", "first/sim"]).ok();
     }
     // The newest has widths 5 and 12.
     let again = rows("second");
@@ -113,7 +113,7 @@ fn folders_of_experiments_are_compared() {
     assert!(again.iter().all(|row| row["ratio"] == 1.0 && row["part"] == "small"), "{again:?}");
     // The new record has twice the value in one cell.
     for run in ["02-naive-12-r0", "03-naive-12-r1"] {
-        let path = place.at(&format!("second/sim/small/runs/{run}/summary.json"));
+        let path = test_dir.at(&format!("second/sim/small/runs/{run}/summary.json"));
         let mut summary = json_at(&path);
         let peak = &mut summary["allocator_stats"][PEAK];
         *peak = json!(2 * peak.as_u64().unwrap());
@@ -123,10 +123,10 @@ fn folders_of_experiments_are_compared() {
     let told: Vec<(bool, Option<f64>)> =
         apart.iter().map(|row| (row["figure"].as_str().unwrap().contains("naive"), row["ratio"].as_f64())).collect();
     assert_eq!(told, [(true, Some(2.0)), (false, Some(1.0)), (false, Some(1.0)), (true, Some(1.0))], "{apart:?}");
-    let page = place.run(&["campaign", "--file", "parts.toml", "-o", "second"]).ok().stdout;
+    let page = test_dir.run(&["campaign", "--file", "parts.toml", "-o", "second"]).ok().stdout;
     assert!(page.contains("small: 3 of 4 figures are as they were") && page.contains("2.000"), "{page}");
     // A width that only one of the two has.
-    place.write("small.toml", SMALL.replace("[5, 9]", "[5, 7]"));
+    test_dir.write("small.toml", SMALL.replace("[5, 9]", "[5, 7]"));
     let alone: Vec<Value> = rows("third").into_iter().filter(|row| row.get("ratio").is_none()).collect();
     assert_eq!(alone.len(), 4, "two cells of width 7 and two of width 12: {alone:?}");
     assert_eq!(alone.iter().filter(|row| row.get("kept").is_some()).count(), 2, "{alone:?}");

@@ -1,7 +1,7 @@
 //! The program from a user's view: comparisons, fits, and refused input.
 #![cfg(unix)]
 
-use crate::common::{self, Place, Ran};
+use crate::common::{self, Ran, TestDir};
 use flate2::Compression;
 use flate2::write::GzEncoder;
 use serde_json::json;
@@ -11,15 +11,15 @@ use std::process::Stdio;
 use vramlab::Profile;
 
 /// `compare` with small networks on iris, with enough epochs for a steady one.
-fn compare(place: &Place, before: &[&str], after: &[&str]) -> Ran {
+fn compare(test_dir: &TestDir, before: &[&str], after: &[&str]) -> Ran {
     let common = ["--", "--device", "sim", "--dataset", "iris", "--hidden", "16"];
-    place.run(&[&["compare"], before, &common, after].concat())
+    test_dir.run(&[&["compare"], before, &common, after].concat())
 }
 
 #[test]
 fn compare_has_a_row_for_each_arm() {
-    let place = Place::new();
-    let rows = compare(&place, &["--json"], &["--epochs", "3"]).ok().json();
+    let test_dir = TestDir::new();
+    let rows = compare(&test_dir, &["--json"], &["--epochs", "3"]).ok().json();
     let rows = rows.as_array().unwrap();
     let arms: Vec<&str> = rows.iter().map(|row| row["arm"].as_str().unwrap()).collect();
     let trimmed = "stream-ordered:release_threshold=0 --sync step";
@@ -57,39 +57,39 @@ fn compare_has_a_row_for_each_arm() {
 
 #[test]
 fn compare_calls_nobody_the_fastest_where_all_are_equal() {
-    let place = Place::new();
-    let told = compare(&place, &["--arm", "--alloc caching", "--arm", "--alloc caching"], &["--epochs", "3"]).ok();
+    let test_dir = TestDir::new();
+    let told = compare(&test_dir, &["--arm", "--alloc caching", "--arm", "--alloc caching"], &["--epochs", "3"]).ok();
     assert!(told.stdout.contains("'caching' and 'caching' are equally fast; "), "{}", told.stdout);
     assert!(!told.stdout.contains("fastest"), "{}", told.stdout);
     let arms = ["--arm", "--alloc caching", "--arm", "--alloc naive", "--arm", "--alloc caching"];
-    let told = compare(&place, &arms, &["--epochs", "3"]).ok().stdout;
+    let told = compare(&test_dir, &arms, &["--epochs", "3"]).ok().stdout;
     assert!(told.contains("'caching' and 'caching' are equally the fastest; 'naive' takes "), "{told}");
 }
 
 #[test]
 fn completions_are_there_for_each_program() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     for (program, word) in [(&[][..], "fidelity"), (&["trainer"], "allocators"), (&["vramlab"], "capacity")] {
         for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
-            let script = place.run(&[program, &["completions", shell]].concat()).ok().stdout;
+            let script = test_dir.run(&[program, &["completions", shell]].concat()).ok().stdout;
             assert!(script.contains(word), "{program:?} {shell}");
         }
-        assert_eq!(place.run(&[program, &["completions", "csh"]].concat()).code, Some(2));
+        assert_eq!(test_dir.run(&[program, &["completions", "csh"]].concat()).code, Some(2));
     }
 }
 
 #[test]
 fn compare_takes_allocators_and_the_usual_options_by_name() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     let usual = ["--device", "sim", "--dataset", "iris", "--hidden", "7", "--layers", "2", "--batch", "10"];
     let more = ["--epochs", "2", "--lr", "0.05", "--seed", "3", "--sync", "step", "--loader", "copy", "--json"];
     let arguments = [&["compare", "--alloc", "caching,naive"], &usual[..], &more].concat();
-    let rows = place.run(&arguments).rows();
+    let rows = test_dir.run(&arguments).rows();
     let arms: Vec<&str> = rows.iter().map(|row| row["arm"].as_str().unwrap()).collect();
     assert_eq!(arms, ["caching", "naive"]);
-    let records = common::names(&place.at("runs"));
+    let records = common::names(&test_dir.at("runs"));
     for record in &records {
-        let text = std::fs::read_to_string(place.at("runs").join(record).join("summary.json")).unwrap();
+        let text = std::fs::read_to_string(test_dir.at("runs").join(record).join("summary.json")).unwrap();
         let settings = &serde_json::from_str::<serde_json::Value>(&text).unwrap()["settings"];
         let found =
             ["hidden", "layers", "batch", "epochs", "seed", "sync", "loader"].map(|name| settings[name].clone());
@@ -98,18 +98,18 @@ fn compare_takes_allocators_and_the_usual_options_by_name() {
     }
     assert_eq!(records.len(), 2);
     // Options after -- override those before it.
-    let rows = place.run(&[&arguments[..], &["--", "--epochs", "1"]].concat()).rows();
+    let rows = test_dir.run(&[&arguments[..], &["--", "--epochs", "1"]].concat()).rows();
     assert_eq!(rows.len(), 2);
-    let ran = place.run(&["compare", "--alloc", "naive", "--arm", "--alloc naive"]);
+    let ran = test_dir.run(&["compare", "--alloc", "naive", "--arm", "--alloc naive"]);
     assert_eq!((ran.code, ran.stdout.as_str()), (Some(2), ""), "{ran:#?}");
-    place.run(&["compare", "--hidden", "0"]).refused(2, &["--hidden must be at least 1"]);
+    test_dir.run(&["compare", "--hidden", "0"]).refused(2, &["--hidden must be at least 1"]);
 }
 
 #[test]
 fn compare_prints_a_table_and_repeats() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     let arms = ["--arm", "--alloc naive", "--arm", "--alloc caching --latency off", "--repeats", "2"];
-    let text = compare(&place, &arms, &["--epochs", "2"]).ok().stdout;
+    let text = compare(&test_dir, &arms, &["--epochs", "2"]).ok().stdout;
     for words in [
         "NVIDIA H200 (simulated), data set iris",
         "naive",
@@ -121,33 +121,34 @@ fn compare_prints_a_table_and_repeats() {
     ] {
         assert!(text.contains(words), "{words}: {text}");
     }
-    assert_eq!(std::fs::read_dir(place.at("runs")).unwrap().count(), 4, "each run leaves its record");
+    assert_eq!(std::fs::read_dir(test_dir.at("runs")).unwrap().count(), 4, "each run leaves its record");
 }
 
 #[test]
 fn a_failing_arm_is_one_line_and_its_exit_code() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     // Bad input: an option, a value, a file.
-    compare(&place, &["--arm", "--alloc nonsense"], &[]).refused(2, &["'--alloc nonsense'", "invalid value"]);
-    compare(&place, &[], &["--hidden=0"]).refused(2, &["'--alloc naive'"]);
-    compare(&place, &[], &["--lr", "0"]).refused(2, &["'--alloc naive'", "--lr must be a positive number"]);
-    compare(&place, &[], &["--out", "one"]).refused(2, &["'--alloc caching'", "exists already"]);
+    compare(&test_dir, &["--arm", "--alloc nonsense"], &[]).refused(2, &["'--alloc nonsense'", "invalid value"]);
+    compare(&test_dir, &[], &["--hidden=0"]).refused(2, &["'--alloc naive'"]);
+    compare(&test_dir, &[], &["--lr", "0"]).refused(2, &["'--alloc naive'", "--lr must be a positive number"]);
+    compare(&test_dir, &[], &["--out", "one"]).refused(2, &["'--alloc caching'", "exists already"]);
     // A failure while running.
-    compare(&place, &["--json"], &["--lr", "1e30"]).refused(1, &["'--alloc naive'", "the loss became NaN"]);
+    compare(&test_dir, &["--json"], &["--lr", "1e30"]).refused(1, &["'--alloc naive'", "the loss became NaN"]);
     let arms = ["--arm", "--alloc naive", "--arm", "--alloc caching --memory-limit 64K"];
-    compare(&place, &arms, &["--epochs", "1"]).refused(1, &["'--alloc caching --memory-limit 64K'", "out of memory"]);
+    compare(&test_dir, &arms, &["--epochs", "1"])
+        .refused(1, &["'--alloc caching --memory-limit 64K'", "out of memory"]);
 }
 
 #[test]
 fn arguments_that_mean_nothing_are_refused() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     for arguments in
         [&["nonsense"][..], &["compare", "--repeats", "0"], &["compare", "--nonsense"], &["fit-kernels"], &[]]
     {
-        let ran = place.run(arguments);
+        let ran = test_dir.run(arguments);
         assert_eq!((ran.code, ran.stdout.as_str()), (Some(2), ""), "{ran:#?}");
     }
-    let help = place.run(&["--help"]).ok().stdout;
+    let help = test_dir.run(&["--help"]).ok().stdout;
     assert!(help.contains("compare") && help.contains("fit-kernels"), "{help}");
 }
 
@@ -168,37 +169,40 @@ fn timings(kernel: &str, fixed: f64, iteration: f64, bandwidth: f64) -> String {
 
 #[test]
 fn a_fit_gives_a_profile_that_runs() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     let text = format!("{}\n\n{}\n", timings("sgd", 1500.0, 800.0, 3000.0), timings("made_up", 900.0, 20.0, 2000.0));
-    let file = place.write("timings.jsonl", text);
-    let ran = place.run(&["fit-kernels", &file, "--out", "profile.json"]).ok();
+    let file = test_dir.write("timings.jsonl", text);
+    let ran = test_dir.run(&["fit-kernels", &file, "--out", "profile.json"]).ok();
     assert!(
         ran.stdout.contains("sgd") && ran.stdout.contains("made_up") && ran.stdout.contains("worst miss"),
         "{ran:#?}"
     );
-    let text = std::fs::read_to_string(place.at("profile.json")).unwrap();
+    let text = std::fs::read_to_string(test_dir.at("profile.json")).unwrap();
     let (found, old) = (Profile::from_json(&text).unwrap(), Profile::h200());
     assert!((found.kernels["sgd"].fixed_ns / 1500.0 - 1.0).abs() < 0.1, "{:?}", found.kernels["sgd"]);
     assert_eq!(found.kernels.len(), old.kernels.len() + usize::from(!old.kernels.contains_key("made_up")));
     assert_eq!((&found.plain, &found.pool, &found.queues), (&old.plain, &old.pool, &old.queues), "the rest is kept");
-    compare(&place, &["--arm", "--alloc caching"], &["--epochs", "1"]).ok();
-    let ran = place.run(&["compare", "--", "--device", "sim:profile.json", "--dataset", "iris", "--epochs", "1"]).ok();
+    compare(&test_dir, &["--arm", "--alloc caching"], &["--epochs", "1"]).ok();
+    let ran =
+        test_dir.run(&["compare", "--", "--device", "sim:profile.json", "--dataset", "iris", "--epochs", "1"]).ok();
     assert!(ran.stdout.contains("stream-ordered"));
     // A custom profile works as the base too.
-    place.run(&["fit-kernels", &file, "--profile", "profile.json", "--out", "again.json"]).ok();
-    assert_eq!(std::fs::read_to_string(place.at("again.json")).unwrap(), text);
+    test_dir.run(&["fit-kernels", &file, "--profile", "profile.json", "--out", "again.json"]).ok();
+    assert_eq!(std::fs::read_to_string(test_dir.at("again.json")).unwrap(), text);
     let size = ["--l2-bytes", "30000000"];
-    place.run(&[&["fit-kernels", &file, "--profile", "profile.json", "--out", "again.json"], &size[..]].concat()).ok();
-    let again = Profile::from_json(&std::fs::read_to_string(place.at("again.json")).unwrap()).unwrap();
+    test_dir
+        .run(&[&["fit-kernels", &file, "--profile", "profile.json", "--out", "again.json"], &size[..]].concat())
+        .ok();
+    let again = Profile::from_json(&std::fs::read_to_string(test_dir.at("again.json")).unwrap()).unwrap();
     assert_eq!((again.l2_bytes, &again.kernels), (Some(30_000_000), &found.kernels));
 }
 
 #[test]
 fn the_programs_time_comes_from_recorded_runs() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     let own = (700, Some(250));
     let profile = Profile { program_ns_per_call: own.0, program_ns_per_memory_call: own.1, ..Profile::h200() };
-    place.write("slow.json", serde_json::to_string(&profile).unwrap());
+    test_dir.write("slow.json", serde_json::to_string(&profile).unwrap());
     // The program's time is known on the simulated device.
     let spec = r#"
         name = "own"
@@ -212,57 +216,57 @@ fn the_programs_time_comes_from_recorded_runs() {
         [matrix]
         alloc = ["caching", "stream-ordered"]
     "#;
-    let spec = place.write("own.toml", spec);
-    place.run(&["run", &spec, "--device", "sim:slow.json", "-o", "runs"]).ok();
-    let ran = place.run(&["fit-program", "runs/own", "--out", "fitted.json"]).ok();
-    let fitted = Profile::from_json(&std::fs::read_to_string(place.at("fitted.json")).unwrap()).unwrap();
+    let spec = test_dir.write("own.toml", spec);
+    test_dir.run(&["run", &spec, "--device", "sim:slow.json", "-o", "runs"]).ok();
+    let ran = test_dir.run(&["fit-program", "runs/own", "--out", "fitted.json"]).ok();
+    let fitted = Profile::from_json(&std::fs::read_to_string(test_dir.at("fitted.json")).unwrap()).unwrap();
     assert!(fitted.program_ns_per_call.abs_diff(own.0) <= 35, "{} {ran:#?}", fitted.program_ns_per_call);
     assert!(fitted.program_ns_per_memory_call.unwrap().abs_diff(own.1.unwrap()) <= 35, "{ran:#?}");
     let rest = |profile: Profile| Profile { program_ns_per_call: 0, program_ns_per_memory_call: None, ..profile };
     assert_eq!(rest(fitted), rest(Profile::h200()));
-    place.run(&["fit-program", "nothing", "--out", "no.json"]).refused(2, &["nothing", "experiment.json"]);
-    assert!(!place.at("no.json").exists());
+    test_dir.run(&["fit-program", "nothing", "--out", "no.json"]).refused(2, &["nothing", "experiment.json"]);
+    assert!(!test_dir.at("no.json").exists());
 }
 
 #[test]
 fn calibration_writes_a_profile_and_what_it_measured() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     let arguments = ["calibrate", "--device", "sim", "--source", "a test", "--out", "profile.json", "-m", "calls.json"];
-    let text = place.run(&arguments).ok().stdout;
+    let text = test_dir.run(&arguments).ok().stdout;
     for words in ["mem_free", "a kernel runs", "threshold 0, synchronised", "mem_set_access", "p99", "GFLOP/s"] {
         assert!(text.contains(words), "{words}: {text}");
     }
-    let profile = Profile::from_json(&std::fs::read_to_string(place.at("profile.json")).unwrap()).unwrap();
+    let profile = Profile::from_json(&std::fs::read_to_string(test_dir.at("profile.json")).unwrap()).unwrap();
     assert_eq!((profile.source.as_str(), profile.kernels), ("a test", Profile::h200().kernels));
-    let text = std::fs::read_to_string(place.at("calls.json")).unwrap();
+    let text = std::fs::read_to_string(test_dir.at("calls.json")).unwrap();
     let found: serde_json::Value = serde_json::from_str(&text).unwrap();
     assert_eq!((&found["schema_version"], &found["clock"]), (&json!(1), &json!("virtual")));
     assert!(found["calls"].as_array().unwrap().len() > 80 && found["kernels"].as_array().unwrap().len() > 20);
     // Its kernels are timings in the format of the fit.
     let lines: Vec<String> = found["kernels"].as_array().unwrap().iter().map(ToString::to_string).collect();
-    let file = place.write("timings.jsonl", lines.join("\n"));
-    place.run(&["fit-kernels", &file, "--out", "fitted.json"]).ok();
+    let file = test_dir.write("timings.jsonl", lines.join("\n"));
+    test_dir.run(&["fit-kernels", &file, "--out", "fitted.json"]).ok();
     let bad = ["calibrate", "--device", "null", "--source", "a", "--out", "b"];
-    place.run(&bad).refused(2, &["cannot be calibrated"]);
+    test_dir.run(&bad).refused(2, &["cannot be calibrated"]);
 }
 
 #[test]
 fn the_shortest_timings_give_a_profile_that_can_be_read() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     let line =
         |blocks: u64, ns: f64| json!({"kernel": "k", "blocks": blocks, "iterations": 1, "bytes": 1, "median_ns": ns});
     for (name, ns) in [("tiny", 1e-3), ("huge", 1e11)] {
-        let file = place.write(name, format!("{}\n{}", line(1, ns), line(5000, ns)));
-        let out = place.at(&format!("{name}.json"));
-        place.run(&["fit-kernels", &file, "--out", out.to_str().unwrap()]).ok();
+        let file = test_dir.write(name, format!("{}\n{}", line(1, ns), line(5000, ns)));
+        let out = test_dir.at(&format!("{name}.json"));
+        test_dir.run(&["fit-kernels", &file, "--out", out.to_str().unwrap()]).ok();
         Profile::from_json(&std::fs::read_to_string(out).unwrap()).unwrap();
     }
 }
 
 #[test]
 fn bad_timings_are_refused() {
-    let place = Place::new();
-    let fit = |file: &str| place.run(&["fit-kernels", file, "--out", "profile.json"]);
+    let test_dir = TestDir::new();
+    let fit = |file: &str| test_dir.run(&["fit-kernels", file, "--out", "profile.json"]);
     fit("missing.jsonl").refused(2, &["cannot read missing.jsonl"]);
     fit(".").refused(2, &["cannot read ."]);
     let good = timings("sgd", 1500.0, 800.0, 3000.0);
@@ -278,29 +282,29 @@ fn bad_timings_are_refused() {
         ("{\"kernel\":\"k\",\"blocks\":1,\"iterations\":1,\"bytes\":1,\"median_ns\":1e999}".to_owned(), "line 1:"),
         (json!({"kernel": "k", "blocks": 1, "iterations": 1, "bytes": 1, "median_ns": 1e300}).to_string(), "median_ns"),
     ] {
-        let file = place.write("bad.jsonl", contents);
+        let file = test_dir.write("bad.jsonl", contents);
         fit(&file).refused(2, &["bad.jsonl", words]);
-        assert!(!place.at("profile.json").exists(), "nothing is written for '{words}'");
+        assert!(!test_dir.at("profile.json").exists(), "nothing is written for '{words}'");
     }
-    let file = place.write("bytes.jsonl", [0xff, 0xfe, 0x00]);
+    let file = test_dir.write("bytes.jsonl", [0xff, 0xfe, 0x00]);
     fit(&file).refused(2, &["cannot read", "bytes.jsonl"]);
 
-    let file = place.write("good.jsonl", good);
-    let with = |profile: &str| place.run(&["fit-kernels", &file, "--profile", profile, "--out", "profile.json"]);
+    let file = test_dir.write("good.jsonl", good);
+    let with = |profile: &str| test_dir.run(&["fit-kernels", &file, "--profile", profile, "--out", "profile.json"]);
     with("missing.json").refused(2, &["cannot read missing.json"]);
-    with(&place.write("broken.json", "{")).refused(2, &["broken.json", "not a device profile"]);
+    with(&test_dir.write("broken.json", "{")).refused(2, &["broken.json", "not a device profile"]);
     let blocked = format!("{file}/profile.json");
-    place.run(&["fit-kernels", &file, "--out", &blocked]).refused(2, &["cannot be made", "profile.json"]);
+    test_dir.run(&["fit-kernels", &file, "--out", &blocked]).refused(2, &["cannot be made", "profile.json"]);
 }
 
 #[test]
 fn a_reader_that_goes_away_is_no_error() {
-    let place = Place::new();
-    let file = place.write("timings.jsonl", timings("sgd", 1500.0, 800.0, 3000.0));
+    let test_dir = TestDir::new();
+    let file = test_dir.write("timings.jsonl", timings("sgd", 1500.0, 800.0, 3000.0));
     let compare =
         ["compare", "--arm", "--alloc caching", "--", "--device", "sim", "--dataset", "iris", "--epochs", "1"];
     for arguments in [&compare[..], &["fit-kernels", &file, "--out", "profile.json"]] {
-        let mut child = place.process(arguments).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let mut child = test_dir.process(arguments).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         drop(child.stdout.take());
         let output = child.wait_with_output().unwrap();
         let stderr = String::from_utf8(output.stderr).unwrap();
@@ -313,19 +317,19 @@ fn a_reader_that_goes_away_is_no_error() {
 
 #[test]
 fn links_stay_whatever_is_written() {
-    let place = Place::new();
-    let target = place.file("target", "old");
-    std::os::unix::fs::symlink("target", place.at("link")).unwrap();
+    let test_dir = TestDir::new();
+    let target = test_dir.file("target", "old");
+    std::os::unix::fs::symlink("target", test_dir.at("link")).unwrap();
     let said = ["link: is a symbolic link to target; name the file itself"];
     // Before the minutes that measuring takes.
     let calibrate = ["calibrate", "--device", "sim", "--source", "here"];
-    place.run(&[&calibrate[..], &["-o", "link"]].concat()).refused(2, &said);
-    place.run(&[&calibrate[..], &["-o", "profile.json", "-m", "link"]].concat()).refused(2, &said);
-    let timings = place.write("timings", "");
-    assert_eq!(place.run(&["fit-kernels", &timings, "-o", "link"]).code, Some(2));
+    test_dir.run(&[&calibrate[..], &["-o", "link"]].concat()).refused(2, &said);
+    test_dir.run(&[&calibrate[..], &["-o", "profile.json", "-m", "link"]].concat()).refused(2, &said);
+    let timings = test_dir.write("timings", "");
+    assert_eq!(test_dir.run(&["fit-kernels", &timings, "-o", "link"]).code, Some(2));
     assert_eq!(std::fs::read_to_string(target).unwrap(), "old");
-    assert_eq!(std::fs::read_link(place.at("link")).unwrap(), Path::new("target"));
-    assert_eq!(place.files(), ["link", "target", "timings"]);
+    assert_eq!(std::fs::read_link(test_dir.at("link")).unwrap(), Path::new("target"));
+    assert_eq!(test_dir.files(), ["link", "target", "timings"]);
 }
 
 // Endless files, and small ones that unpack to more than the memory: each is refused in one line.
@@ -339,22 +343,22 @@ fn packed(item: &[u8], times: usize) -> Vec<u8> {
 
 #[test]
 fn devices_that_never_end() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     let device = "it is a device; name a regular file";
-    place.run(&["fit-kernels", "/dev/null", "--profile", "/dev/zero", "-o", "new.json"]).refused(2, &[device]);
-    place.run(&["run", "/dev/zero", "--dry-run"]).refused(2, &["/dev/zero", device]);
+    test_dir.run(&["fit-kernels", "/dev/null", "--profile", "/dev/zero", "-o", "new.json"]).refused(2, &[device]);
+    test_dir.run(&["run", "/dev/zero", "--dry-run"]).refused(2, &["/dev/zero", device]);
 }
 
 #[test]
 fn a_record_that_unpacks_to_more_than_any() {
-    let place = Place::new();
-    std::fs::create_dir_all(place.at("record/runs/a")).unwrap();
-    place.write("record/experiment.json", r#"{"schema_version": 1, "runs": [{"id": "a", "options": {}}]}"#);
-    place.write("record/runs/a/run.json", r#"{"schema_version": 1, "status": "done"}"#);
+    let test_dir = TestDir::new();
+    std::fs::create_dir_all(test_dir.at("record/runs/a")).unwrap();
+    test_dir.write("record/experiment.json", r#"{"schema_version": 1, "runs": [{"id": "a", "options": {}}]}"#);
+    test_dir.write("record/runs/a/run.json", r#"{"schema_version": 1, "status": "done"}"#);
     // 64 MiB in 64 KiB.
-    place.write("record/runs/a/summary.json.gz", packed(&vec![b' '; 1 << 20], 64));
-    let fidelity = || place.run(&["fidelity", "--measured", "record", "--against", "record"]);
+    test_dir.write("record/runs/a/summary.json.gz", packed(&vec![b' '; 1 << 20], 64));
+    let fidelity = || test_dir.run(&["fidelity", "--measured", "record", "--against", "record"]);
     fidelity().refused(2, &["summary.json.gz", "it is longer than 16 MiB"]);
-    place.write("record/runs/a/run.json", vec![b' '; 17 << 20]);
+    test_dir.write("record/runs/a/run.json", vec![b' '; 17 << 20]);
     fidelity().refused(2, &["run.json", "it is longer than 16 MiB"]);
 }

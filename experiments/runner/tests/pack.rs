@@ -1,6 +1,6 @@
 //! `experiments pack`: retained data does not change, and readers of experiments can read the archive's contents.
 
-use crate::common::{IDS, Place, Ran, SMALL, json_at, names};
+use crate::common::{IDS, Ran, SMALL, TestDir, json_at, names};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::io::Read;
@@ -16,13 +16,13 @@ use vramlab::backends::{self, caching};
 use vramlab::histories::formats::{Action, Export};
 
 /// A small study with every kind of file, recorded on the simulated device.
-fn recorded() -> Place {
-    let place = Place::new();
+fn recorded() -> TestDir {
+    let test_dir = TestDir::new();
     let keep = r#"keep = ["summary.json", "steps.csv", "latency.hlog", "trace.jsonl"]"#;
     let spec = SMALL.replace(r#"keep = ["summary.json", "steps.csv"]"#, keep);
-    place.write("small.toml", spec.replace("[options]\n", "[options]\ntrace = true\n"));
-    place.run(&["run", "small.toml", "--device", "sim", "-o", "out"]).ok();
-    place
+    test_dir.write("small.toml", spec.replace("[options]\n", "[options]\ntrace = true\n"));
+    test_dir.run(&["run", "small.toml", "--device", "sim", "-o", "out"]).ok();
+    test_dir
 }
 
 /// The unpacked files of an experiment by path, without those that name it and the omitted data; documents and their
@@ -65,9 +65,9 @@ fn contents(folder: &Path) -> BTreeMap<String, Value> {
 #[test]
 fn of_programs_that_pack_into_one_archive_one_does() {
     use std::process::Stdio;
-    let place = recorded();
+    let test_dir = recorded();
     let start = || {
-        let mut program = place.process(&["pack", "out", "-o", "label.tar.xz"]);
+        let mut program = test_dir.process(&["pack", "out", "-o", "label.tar.xz"]);
         program.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
     };
     let programs: Vec<_> = (0..6).map(|_| start()).collect();
@@ -75,72 +75,75 @@ fn of_programs_that_pack_into_one_archive_one_does() {
     let (won, lost): (Vec<Ran>, Vec<Ran>) = ran.partition(|ran| ran.code == Some(0));
     assert_eq!(won.len(), 1, "{lost:#?}");
     lost.iter().for_each(|lost| lost.refused(2, &["label.tar.xz: "]));
-    assert_eq!(labels(&place), ["label.tar.xz"]);
-    unpack(&place, "label.tar.xz");
-    assert_eq!(contents(&place.at("out/small")), contents(&place.at("label/small")));
+    assert_eq!(labels(&test_dir), ["label.tar.xz"]);
+    unpack(&test_dir, "label.tar.xz");
+    assert_eq!(contents(&test_dir.at("out/small")), contents(&test_dir.at("label/small")));
 }
 
 #[cfg(target_os = "linux")]
 #[test]
 fn a_pipe_among_the_files_of_a_run_is_refused_and_not_waited_for() {
-    let place = recorded();
-    let runs = place.at("out/small/runs");
+    let test_dir = recorded();
+    let runs = test_dir.at("out/small/runs");
     let summary = runs.join(&names(&runs)[0]).join("summary.json");
     std::fs::remove_file(&summary).unwrap();
     assert!(std::process::Command::new("mkfifo").arg(&summary).status().unwrap().success());
-    place.run(&["pack", "out", "-o", "label.tar.xz"]).refused(2, &["it is a pipe; name a regular file"]);
-    assert!(labels(&place).is_empty());
+    test_dir.run(&["pack", "out", "-o", "label.tar.xz"]).refused(2, &["it is a pipe; name a regular file"]);
+    assert!(labels(&test_dir).is_empty());
 }
 
 /// Existing files of an archive, incomplete ones included.
-fn labels(place: &Place) -> Vec<String> {
-    let mut found = names(&place.at("."));
+fn labels(test_dir: &TestDir) -> Vec<String> {
+    let mut found = names(&test_dir.at("."));
     found.retain(|name| name.contains("label"));
     found
 }
 
 /// Unpacks an archive in its directory.
-fn unpack(place: &Place, archive: &str) {
-    let file = std::fs::File::open(place.at(archive)).unwrap();
-    tar::Archive::new(liblzma::read::XzDecoder::new(file)).unpack(place.at(".")).unwrap();
+fn unpack(test_dir: &TestDir, archive: &str) {
+    let file = std::fs::File::open(test_dir.at(archive)).unwrap();
+    tar::Archive::new(liblzma::read::XzDecoder::new(file)).unpack(test_dir.at(".")).unwrap();
 }
 
 #[test]
 fn what_is_packed_comes_back_and_gives_the_same_bytes() {
-    let place = recorded();
-    place.run(&["pack", "out", "-o", "label.tar.xz"]).ok();
-    unpack(&place, "label.tar.xz");
-    let (before, after) = (contents(&place.at("out/small")), contents(&place.at("label/small")));
+    let test_dir = recorded();
+    test_dir.run(&["pack", "out", "-o", "label.tar.xz"]).ok();
+    unpack(&test_dir, "label.tar.xz");
+    let (before, after) = (contents(&test_dir.at("out/small")), contents(&test_dir.at("label/small")));
     assert!(before.len() > 4 * IDS.len(), "{:?}", before.keys());
     assert_eq!(before.keys().collect::<Vec<_>>(), after.keys().collect::<Vec<_>>());
     before.iter().for_each(|(name, value)| assert_eq!(value, &after[name], "{name}"));
-    let first = std::fs::read(place.at("label.tar.xz")).unwrap();
-    std::fs::remove_file(place.at("label.tar.xz")).unwrap();
-    place.run(&["pack", "label/small", "-o", "label.tar.xz"]).ok();
-    assert!(first == std::fs::read(place.at("label.tar.xz")).unwrap(), "other bytes");
+    let first = std::fs::read(test_dir.at("label.tar.xz")).unwrap();
+    std::fs::remove_file(test_dir.at("label.tar.xz")).unwrap();
+    test_dir.run(&["pack", "label/small", "-o", "label.tar.xz"]).ok();
+    assert!(first == std::fs::read(test_dir.at("label.tar.xz")).unwrap(), "other bytes");
     // Readers of experiments can read it, and runs can resume in it.
     let of = |folder: &str| {
         let same = ["fidelity", "--measured", folder, "--against", folder, "--json"];
-        let status = place.run(&["status", folder, "--json"]).ok();
-        (place.run(&same).ok().json(), status.json())
+        let status = test_dir.run(&["status", folder, "--json"]).ok();
+        (test_dir.run(&same).ok().json(), status.json())
     };
     assert_eq!(of("label/small"), of("out/small"));
-    std::fs::remove_dir_all(place.at("label/small/runs").join(IDS[0])).unwrap();
-    place.run(&["run", "small.toml", "--device", "sim", "-o", "label"]).ok();
-    assert_eq!(names(&place.at("label/small/runs")), IDS);
+    std::fs::remove_dir_all(test_dir.at("label/small/runs").join(IDS[0])).unwrap();
+    test_dir.run(&["run", "small.toml", "--device", "sim", "-o", "label"]).ok();
+    assert_eq!(names(&test_dir.at("label/small/runs")), IDS);
 }
 
 #[test]
 fn what_is_left_out_is_named_and_all_else_is_there() {
-    let place = recorded();
+    let test_dir = recorded();
     let out = "latency.hlog,run.json:machine,steps.csv:host_ns,summary.json:command,summary.json:settings/seed,trace.jsonl:stream";
-    place.run(&["pack", "out", "-o", "label.tar.xz", "--leave-out", out]).ok();
-    unpack(&place, "label.tar.xz");
-    let left_out = &json_at(&place.at("label/small/experiment.json"))["left_out"];
+    test_dir.run(&["pack", "out", "-o", "label.tar.xz", "--leave-out", out]).ok();
+    unpack(&test_dir, "label.tar.xz");
+    let left_out = &json_at(&test_dir.at("label/small/experiment.json"))["left_out"];
     assert_eq!(left_out, &json!(out.split(',').collect::<Vec<_>>()), "{out}");
-    let (before, after) = (contents(&place.at("out/small")), contents(&place.at("label/small")));
+    let (before, after) = (contents(&test_dir.at("out/small")), contents(&test_dir.at("label/small")));
     let id = IDS[3];
-    assert_eq!(names(&place.at("label/small/runs").join(id)), ["run.json", "steps.csv", "summary.json", "trace.jsonl"]);
+    assert_eq!(
+        names(&test_dir.at("label/small/runs").join(id)),
+        ["run.json", "steps.csv", "summary.json", "trace.jsonl"]
+    );
     let key = |name: &str| format!("{id}/{name}");
     let mut summary = before[&key("summary.json")].clone();
     summary.as_object_mut().unwrap().remove("command").unwrap();
@@ -167,46 +170,48 @@ fn what_is_left_out_is_named_and_all_else_is_there() {
 
 #[test]
 fn lines_are_left_out_by_a_word_in_a_value() {
-    let place = recorded();
-    place.run(&["pack", "out", "-o", "label.tar.xz", "--leave-out", "trace.jsonl:action=free"]).ok();
-    unpack(&place, "label.tar.xz");
-    let (before, after) = (contents(&place.at("out/small")), contents(&place.at("label/small")));
+    let test_dir = recorded();
+    test_dir.run(&["pack", "out", "-o", "label.tar.xz", "--leave-out", "trace.jsonl:action=free"]).ok();
+    unpack(&test_dir, "label.tar.xz");
+    let (before, after) = (contents(&test_dir.at("out/small")), contents(&test_dir.at("label/small")));
     let name = format!("{}/trace.jsonl", IDS[3]);
     let is_free = |line: &Value| line["action"].as_str().is_some_and(|action| action.contains("free"));
     let (old, new) = (before[&name].as_array().unwrap(), after[&name].as_array().unwrap());
     assert!(old.iter().any(is_free) && !new.is_empty());
     assert_eq!(&old.iter().filter(|line| !is_free(line)).cloned().collect::<Vec<_>>(), new);
     let none = ["pack", "out", "-o", "none.tar.xz", "--leave-out", "trace.jsonl:action=nothing"];
-    place.run(&none).refused(2, &["--leave-out trace.jsonl:action=nothing: no run has that"]);
-    let no_word = place.run(&["pack", "out", "-o", "none.tar.xz", "--leave-out", "trace.jsonl:action="]);
+    test_dir.run(&none).refused(2, &["--leave-out trace.jsonl:action=nothing: no run has that"]);
+    let no_word = test_dir.run(&["pack", "out", "-o", "none.tar.xz", "--leave-out", "trace.jsonl:action="]);
     assert!(no_word.code == Some(2) && no_word.stderr.contains("a file and a part of it"), "{no_word:?}");
 }
 
 #[test]
 fn what_cannot_be_packed_is_refused_and_nothing_is_left() {
-    let place = recorded();
-    let pack = |more: &[&str]| place.run(&[&["pack", "out", "-o", "label.tar.xz"], more].concat());
+    let test_dir = recorded();
+    let pack = |more: &[&str]| test_dir.run(&[&["pack", "out", "-o", "label.tar.xz"], more].concat());
     pack(&["--leave-out", "perfetto.json"]).refused(2, &["--leave-out perfetto.json: no run has that"]);
     pack(&["--leave-out", "steps.csv:none"]).refused(2, &["--leave-out steps.csv:none: no run has that"]);
     pack(&["--leave-out", "latency.hlog:none"]).refused(2, &["--leave-out latency.hlog goes without"]);
     let needed = pack(&["--leave-out", "run.json:status"]);
     assert!(needed.code == Some(2) && needed.stderr.contains("runs could not be distinguished"), "{needed:?}");
-    place.run(&["pack", "out", "-o", "label"]).refused(2, &["label is not the name of an archive; write LABEL.tar.xz"]);
-    place.run(&["pack", ".", "-o", "label.tar.xz"]).refused(2, &[". has no experiment.json"]);
-    place.run(&["pack", "out", "out", "-o", "label.tar.xz"]).refused(2, &["two experiments with the name small"]);
-    std::fs::write(place.at("out/small/runs").join(IDS[0]).join("notes.txt"), "mine").unwrap();
+    test_dir
+        .run(&["pack", "out", "-o", "label"])
+        .refused(2, &["label is not the name of an archive; write LABEL.tar.xz"]);
+    test_dir.run(&["pack", ".", "-o", "label.tar.xz"]).refused(2, &[". has no experiment.json"]);
+    test_dir.run(&["pack", "out", "out", "-o", "label.tar.xz"]).refused(2, &["two experiments with the name small"]);
+    std::fs::write(test_dir.at("out/small/runs").join(IDS[0]).join("notes.txt"), "mine").unwrap();
     pack(&[]).refused(2, &["notes.txt is not a file that run.json names"]);
-    std::fs::remove_file(place.at("out/small/runs").join(IDS[0]).join("notes.txt")).unwrap();
-    std::fs::remove_file(place.at("out/small/runs").join(IDS[0]).join("summary.json")).unwrap();
+    std::fs::remove_file(test_dir.at("out/small/runs").join(IDS[0]).join("notes.txt")).unwrap();
+    std::fs::remove_file(test_dir.at("out/small/runs").join(IDS[0]).join("summary.json")).unwrap();
     pack(&[]).refused(2, &["run.json names summary.json, which is not there"]);
-    std::fs::remove_dir_all(place.at("out/small/runs").join(IDS[0])).unwrap();
+    std::fs::remove_dir_all(test_dir.at("out/small/runs").join(IDS[0])).unwrap();
     pack(&[]).refused(2, &["7 of 8 runs are done", "--incomplete"]);
-    assert_eq!(labels(&place), Vec::<String>::new());
+    assert_eq!(labels(&test_dir), Vec::<String>::new());
     pack(&["--incomplete"]).ok();
     pack(&["--incomplete"]).refused(2, &["label.tar.xz: is there already"]);
     // The missing run is still planned.
-    unpack(&place, "label.tar.xz");
-    assert_eq!(contents(&place.at("out/small")), contents(&place.at("label/small")));
+    unpack(&test_dir, "label.tar.xz");
+    assert_eq!(contents(&test_dir.at("out/small")), contents(&test_dir.at("label/small")));
 }
 
 // `replay` reads the exports of a run and the output of `convert`.
@@ -244,8 +249,8 @@ fn arms() -> Vec<(&'static str, Settings)> {
 fn every_export_of_every_allocator_is_replayed() {
     for (name, settings) in arms() {
         let observer: Arc<dyn Observer> = Arc::new(Silent);
-        let place = Place::new();
-        let record = place.at("record");
+        let test_dir = TestDir::new();
+        let record = test_dir.at("record");
         let settings = Settings { out: Some(record.clone()), ..settings };
         let run = trainer::run(&settings, vec!["test".into()], Instant::now(), &AtomicBool::new(false), &observer);
         drop(run.unwrap());
@@ -255,7 +260,7 @@ fn every_export_of_every_allocator_is_replayed() {
         for export in Export::ALL {
             let file = record.join(export.file_name());
             let file = file.to_str().unwrap();
-            let ran = place.run(&["vramlab", "replay", file, "--alloc", "all", "--device", "null", "--json"]);
+            let ran = test_dir.run(&["vramlab", "replay", file, "--alloc", "all", "--device", "null", "--json"]);
             if export == Export::Perfetto {
                 assert_eq!(ran.code, Some(2), "a timeline is no history: {ran:#?}");
                 continue;
@@ -281,7 +286,7 @@ fn every_export_of_every_allocator_is_replayed() {
                 continue;
             }
             let arguments = ["vramlab", "replay", file, "--alloc", "caching", "--addresses", "recorded", "--json"];
-            let row = &place.run(&arguments).rows()[0];
+            let row = &test_dir.run(&arguments).rows()[0];
             assert_eq!(
                 (&row["address_mismatches"], &row["segment_mismatches"]),
                 (&0.into(), &0.into()),
@@ -300,17 +305,17 @@ fn every_export_of_every_allocator_is_replayed() {
 
 #[test]
 fn a_training_run_follows_the_plan_of_an_earlier_one() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     let train = |alloc: &str, out: &str| {
         let arguments =
             ["trainer", "--alloc", alloc, "--device", "sim", "--dataset", "iris", "--epochs", "2", "--out", out];
-        place.run(&[&arguments[..], &["--export", "snapshot-json"]].concat()).ok();
-        let path = place.at(out).join("summary.json");
+        test_dir.run(&[&arguments[..], &["--export", "snapshot-json"]].concat()).ok();
+        let path = test_dir.at(out).join("summary.json");
         let summary: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
         summary["allocator_stats"].clone()
     };
     train("caching", "first");
-    let made = place.run(&["vramlab", "plan", "first/snapshot.json", "-o", "plan.json", "--json"]).ok().stdout;
+    let made = test_dir.run(&["vramlab", "plan", "first/snapshot.json", "-o", "plan.json", "--json"]).ok().stdout;
     let made: serde_json::Value = serde_json::from_str(&made).unwrap();
     let stats = train("plan:file=plan.json", "second");
     assert_eq!((&stats["num_planned"], &stats["num_unplanned"]), (&made["allocations"], &json!(0)));
@@ -319,11 +324,13 @@ fn a_training_run_follows_the_plan_of_an_earlier_one() {
 
 #[test]
 fn a_run_of_ours_names_layers_and_roles() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     let run = ["trainer", "--device", "sim", "--dataset", "iris", "--epochs", "2", "--hidden", "256", "--layers", "3"];
-    place.run(&[&run[..], &["--alloc", "caching", "--export", "snapshot,snapshot-json", "--out", "run"]].concat()).ok();
+    test_dir
+        .run(&[&run[..], &["--alloc", "caching", "--export", "snapshot,snapshot-json", "--out", "run"]].concat())
+        .ok();
     for file in ["run/snapshot.pickle", "run/snapshot.json"] {
-        let found = place
+        let found = test_dir
             .run(&["vramlab", "explain", "--json", file, "--between", "epoch 1 step 2", "epoch 2 step 1"])
             .ok()
             .json();
@@ -341,16 +348,16 @@ fn a_run_of_ours_names_layers_and_roles() {
 /// `results` unpacks the archives of a directory, or one archive, and lists what is there; anything else is refused.
 #[test]
 fn results_are_unpacked_and_listed() {
-    let place = recorded();
-    std::fs::create_dir(place.at("kept")).unwrap();
-    place.run(&["pack", "out", "-o", "kept/2026-01-01-sim.tar.xz"]).ok();
-    std::fs::write(place.at("kept/2026-01-01-sim.md"), "text").unwrap();
-    let listing = place.run(&["results", "kept", "--json"]).ok().json();
+    let test_dir = recorded();
+    std::fs::create_dir(test_dir.at("kept")).unwrap();
+    test_dir.run(&["pack", "out", "-o", "kept/2026-01-01-sim.tar.xz"]).ok();
+    std::fs::write(test_dir.at("kept/2026-01-01-sim.md"), "text").unwrap();
+    let listing = test_dir.run(&["results", "kept", "--json"]).ok().json();
     let records = json!([{"name": "2026-01-01-sim", "device": "sim"}, {"name": "2026-01-01-sim.md"}]);
     assert_eq!((&listing["folder"], &listing["records"]), (&"kept".into(), &records));
-    assert!(place.at("kept/2026-01-01-sim/small/experiment.json").is_file());
-    let listing = place.run(&["results", "kept/2026-01-01-sim.tar.xz", "--json"]).ok().json();
+    assert!(test_dir.at("kept/2026-01-01-sim/small/experiment.json").is_file());
+    let listing = test_dir.run(&["results", "kept/2026-01-01-sim.tar.xz", "--json"]).ok().json();
     assert_eq!(listing["folder"], "kept/2026-01-01-sim");
-    assert!(place.run(&["results", "kept"]).ok().stdout.contains("2 records in kept"));
-    place.run(&["results", "kept/2026-01-01-sim.md"]).refused(2, &["2026-01-01-sim.md", "neither a directory"]);
+    assert!(test_dir.run(&["results", "kept"]).ok().stdout.contains("2 records in kept"));
+    test_dir.run(&["results", "kept/2026-01-01-sim.md"]).refused(2, &["2026-01-01-sim.md", "neither a directory"]);
 }

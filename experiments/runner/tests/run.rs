@@ -1,6 +1,6 @@
 //! `experiments run` from a user's view: the files that it writes, and those that it leaves unchanged.
 
-use crate::common::{IDS, Place, Ran, SMALL, json_at, names, run, runs};
+use crate::common::{IDS, Ran, SMALL, TestDir, json_at, names, run, runs};
 use serde_json::{Value, json};
 use std::path::Path;
 
@@ -9,9 +9,9 @@ const PROFILE: &str = include_str!("../../../allocators/device/src/profiles/h200
 
 #[test]
 fn an_experiment_leaves_its_spec_and_a_folder_for_each_run() {
-    let place = Place::new();
-    place.write("small.toml", SMALL);
-    let ran = run(&place, &["--json"]).ok();
+    let test_dir = TestDir::new();
+    test_dir.write("small.toml", SMALL);
+    let ran = run(&test_dir, &["--json"]).ok();
     let cells = ran.json();
     assert_eq!(cells.as_array().unwrap().len(), 4);
     for cell in cells.as_array().unwrap() {
@@ -19,7 +19,7 @@ fn an_experiment_leaves_its_spec_and_a_folder_for_each_run() {
         assert!(cell["median"].as_f64().unwrap() > 0.0 && cell["measure"] == "step_time");
         assert_eq!(cell["spread"], 0.0, "simulated time does not vary");
     }
-    let experiment = json_at(&place.at("out/small/experiment.json"));
+    let experiment = json_at(&test_dir.at("out/small/experiment.json"));
     assert_eq!((&experiment["schema_version"], &experiment["name"]), (&json!(1), &json!("small")));
     assert_eq!(experiment["question"], "Is it there?");
     assert_eq!(experiment["spec"]["matrix"], json!({"alloc": ["naive", "caching"], "hidden": [5, 9]}));
@@ -28,7 +28,7 @@ fn an_experiment_leaves_its_spec_and_a_folder_for_each_run() {
         experiment["runs"].as_array().unwrap().iter().map(|run| run["id"].as_str().unwrap()).collect();
     assert_eq!(planned, IDS);
 
-    let found = runs(&place, "out");
+    let found = runs(&test_dir, "out");
     assert_eq!(found.keys().collect::<Vec<_>>(), IDS);
     let mut positions = Vec::new();
     for (id, text) in &found {
@@ -38,7 +38,7 @@ fn an_experiment_leaves_its_spec_and_a_folder_for_each_run() {
         assert_eq!(record["files"], json!(["summary.json", "steps.csv"]));
         assert_eq!(record["options"]["epochs"], 2);
         assert!(record["machine"]["cores"].as_u64().unwrap() > 0 && record["wall_s"].as_f64().unwrap() > 0.0);
-        let folder = place.at("out/small/runs").join(id);
+        let folder = test_dir.at("out/small/runs").join(id);
         assert_eq!(names(&folder), ["run.json", "steps.csv", "summary.json"]);
         let summary = json_at(&folder.join("summary.json"));
         assert_eq!(summary["settings"]["allocator"], record["options"]["alloc"]);
@@ -48,32 +48,32 @@ fn an_experiment_leaves_its_spec_and_a_folder_for_each_run() {
     positions.sort_unstable();
     assert_eq!(positions, (0..8).collect::<Vec<u64>>());
     // No file contains this machine's directories.
-    let here = place.0.path().to_str().unwrap();
+    let here = test_dir.0.path().to_str().unwrap();
     for id in IDS {
-        for file in names(&place.at("out/small/runs").join(id)) {
-            let text = std::fs::read_to_string(place.at("out/small/runs").join(id).join(&file)).unwrap();
+        for file in names(&test_dir.at("out/small/runs").join(id)) {
+            let text = std::fs::read_to_string(test_dir.at("out/small/runs").join(id).join(&file)).unwrap();
             assert!(!text.contains(here), "{id}/{file} names {here}");
         }
     }
     // A second call: nothing to do, nothing changed, the same table.
-    let again = run(&place, &["--json"]).ok();
+    let again = run(&test_dir, &["--json"]).ok();
     assert_eq!(again.stdout, ran.stdout);
-    assert_eq!(runs(&place, "out"), found);
+    assert_eq!(runs(&test_dir, "out"), found);
 }
 
 #[test]
 fn a_failing_arm_is_recorded_and_the_others_go_on() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     // With this limit the wider network runs out of memory.
     let spec =
         SMALL.replace("hidden = [5, 9]", "hidden = [5, 900]\nmemory-limit = [\"40K\"]").replace(", \"caching\"", "");
-    place.write("small.toml", &spec);
-    let ran = run(&place, &[]);
+    test_dir.write("small.toml", &spec);
+    let ran = run(&test_dir, &[]);
     assert_eq!(ran.code, Some(1), "{ran:#?}");
     assert!(ran.stdout.contains("0/2 2 failed") && ran.stdout.contains("2/2"), "{ran:#?}");
     let last = ran.stderr.lines().last().unwrap();
     assert!(last.starts_with("error: 2 runs failed; small/0") && last.contains("out of memory"), "{last}");
-    let found = runs(&place, "out");
+    let found = runs(&test_dir, "out");
     let failed: Vec<Value> = found
         .values()
         .map(|text| serde_json::from_str::<Value>(text).unwrap())
@@ -85,8 +85,8 @@ fn a_failing_arm_is_recorded_and_the_others_go_on() {
         assert!(record["error"].as_str().unwrap().contains("out of memory"), "{record}");
     }
     // A failed run is repeated, a complete one is not.
-    assert_eq!(run(&place, &[]).code, Some(1));
-    let again = runs(&place, "out");
+    assert_eq!(run(&test_dir, &[]).code, Some(1));
+    let again = runs(&test_dir, "out");
     for (id, text) in found.iter().filter(|(_, text)| text.contains("\"done\"")) {
         assert_eq!(&again[id], text);
     }
@@ -94,31 +94,31 @@ fn a_failing_arm_is_recorded_and_the_others_go_on() {
 
 #[test]
 fn arms_that_cannot_run_here_are_skipped_with_a_reason() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     let spec = SMALL.to_owned()
         + "[[arms]]\nname = \"ours\"\n[[arms]]\nname = \"theirs\"\nprogram = \"pytorch\"\ndevices = [\"sim\"]\n";
     // The matrix has an axis that PyTorch does not support.
-    place.write("small.toml", &spec);
-    run(&place, &[]).refused(2, &["small.toml:", "--alloc is not an option of pytorch"]);
+    test_dir.write("small.toml", &spec);
+    run(&test_dir, &[]).refused(2, &["small.toml:", "--alloc is not an option of pytorch"]);
     // Options of both programs take the same values, separately and together.
     let spec = spec.replace("alloc = [\"naive\", \"caching\"]", "");
-    place.write(
+    test_dir.write(
         "small.toml",
         spec.replace("devices = [\"sim\"]\n", "devices = [\"sim\"]\n[arms.options]\ndtype = \"f64\"\n"),
     );
-    run(&place, &[]).refused(2, &["small.toml:2", "invalid value 'f64'"]);
-    place.write(
+    run(&test_dir, &[]).refused(2, &["small.toml:2", "invalid value 'f64'"]);
+    test_dir.write(
         "small.toml",
         spec.replace("devices = [\"sim\"]\n", "devices = [\"sim\"]\n[arms.options]\nweights = \"half\"\n"),
     );
-    run(&place, &[]).refused(2, &["small.toml:1: theirs 5", "--weights half needs --dtype bf16 or f16, found f32"]);
-    place.write("small.toml", &spec);
-    let mut command = place.process(&["run", "small.toml", "--device", "sim", "-o", "out"]);
+    run(&test_dir, &[]).refused(2, &["small.toml:1: theirs 5", "--weights half needs --dtype bf16 or f16, found f32"]);
+    test_dir.write("small.toml", &spec);
+    let mut command = test_dir.process(&["run", "small.toml", "--device", "sim", "-o", "out"]);
     let ran = Ran::of(command.env("PYTHON", "no-such-python").output().unwrap()).ok();
     let note = ran.stderr.lines().find(|line| line.contains("skipped")).unwrap();
     assert!(note.starts_with("note: small: 4 runs of PyTorch are skipped: "), "{note}");
     assert!(ran.stdout.contains("0/2 2 skipped"), "{}", ran.stdout);
-    let found = runs(&place, "out");
+    let found = runs(&test_dir, "out");
     let record: Value = serde_json::from_str(&found["04-theirs-5-r0"]).unwrap();
     assert_eq!((&record["status"], &record["files"]), (&json!("skipped"), &json!([])));
     assert!(!record["error"].as_str().unwrap().is_empty());
@@ -126,42 +126,42 @@ fn arms_that_cannot_run_here_are_skipped_with_a_reason() {
 
 #[test]
 fn a_gpu_that_is_not_there_is_said_once() {
-    let place = Place::new();
-    place.write("small.toml", SMALL);
-    let mut command = place.process(&["run", "small.toml", "--device", "cuda", "-o", "out"]);
+    let test_dir = TestDir::new();
+    test_dir.write("small.toml", SMALL);
+    let mut command = test_dir.process(&["run", "small.toml", "--device", "cuda", "-o", "out"]);
     // Where there is a GPU, this makes the driver hide it.
     let output = command.env("CUDA_VISIBLE_DEVICES", "-1").output().unwrap();
     Ran::of(output).refused(2, &["--device cuda: "]);
-    assert!(!place.at("out").exists());
+    assert!(!test_dir.at("out").exists());
 }
 
 #[test]
 fn a_folder_of_something_else_is_left_alone() {
-    let place = Place::new();
-    place.write("small.toml", SMALL);
-    std::fs::create_dir_all(place.at("out/small")).unwrap();
-    run(&place, &["--dry-run"]).ok();
-    let stranger = place.at("out/small/thesis.txt");
+    let test_dir = TestDir::new();
+    test_dir.write("small.toml", SMALL);
+    std::fs::create_dir_all(test_dir.at("out/small")).unwrap();
+    run(&test_dir, &["--dry-run"]).ok();
+    let stranger = test_dir.at("out/small/thesis.txt");
     std::fs::write(&stranger, "dear").unwrap();
-    run(&place, &[]).refused(2, &["has no experiment.json", "with -o"]);
-    run(&place, &["--again"]).refused(2, &["--again will not remove it"]);
+    run(&test_dir, &[]).refused(2, &["has no experiment.json", "with -o"]);
+    run(&test_dir, &["--again"]).refused(2, &["--again will not remove it"]);
     assert!(stranger.exists());
 
     std::fs::remove_file(&stranger).unwrap();
-    run(&place, &[]).ok();
-    let found = runs(&place, "out");
+    run(&test_dir, &[]).ok();
+    let found = runs(&test_dir, "out");
     // A comment does not change the spec; a value does.
-    place.write("small.toml", format!("# better\n{SMALL}"));
-    run(&place, &[]).ok();
-    assert_eq!(runs(&place, "out"), found);
-    place.write("small.toml", SMALL.replace("epochs = 2", "epochs = 1"));
-    run(&place, &[]).refused(2, &["another version of this spec", "-o", "--again"]);
-    assert_eq!(runs(&place, "out"), found);
-    run(&place, &["--again"]).ok();
-    assert_eq!(runs(&place, "out").len(), 8);
-    assert_ne!(runs(&place, "out"), found);
+    test_dir.write("small.toml", format!("# better\n{SMALL}"));
+    run(&test_dir, &[]).ok();
+    assert_eq!(runs(&test_dir, "out"), found);
+    test_dir.write("small.toml", SMALL.replace("epochs = 2", "epochs = 1"));
+    run(&test_dir, &[]).refused(2, &["another version of this spec", "-o", "--again"]);
+    assert_eq!(runs(&test_dir, "out"), found);
+    run(&test_dir, &["--again"]).ok();
+    assert_eq!(runs(&test_dir, "out").len(), 8);
+    assert_ne!(runs(&test_dir, "out"), found);
 
-    let path = place.at("out/small/experiment.json");
+    let path = test_dir.at("out/small/experiment.json");
     let text = std::fs::read_to_string(&path).unwrap();
     for (broken, words) in [
         (text.replace("\"schema_version\": 1", "\"schema_version\": 9"), "schema version 9"),
@@ -170,49 +170,49 @@ fn a_folder_of_something_else_is_left_alone() {
         ("{}".to_owned(), "has no schema_version"),
     ] {
         std::fs::write(&path, broken).unwrap();
-        run(&place, &[]).refused(2, &[words]);
+        run(&test_dir, &[]).refused(2, &[words]);
     }
     std::fs::write(&path, text).unwrap();
-    std::fs::write(place.at("out/small/runs/00-naive-5-r0/run.json"), "{").unwrap();
-    run(&place, &[]).refused(2, &["00-naive-5-r0/run.json", "is not JSON"]);
+    std::fs::write(test_dir.at("out/small/runs/00-naive-5-r0/run.json"), "{").unwrap();
+    run(&test_dir, &[]).refused(2, &["00-naive-5-r0/run.json", "is not JSON"]);
 }
 
 #[test]
 fn a_folder_takes_runs_of_one_profile() {
-    let place = Place::new();
-    place.write("small.toml", SMALL);
-    let on = |device: &'static str| place.run(&["run", "small.toml", "--device", device, "-o", "out"]);
-    place.write("gpu.json", PROFILE);
+    let test_dir = TestDir::new();
+    test_dir.write("small.toml", SMALL);
+    let on = |device: &'static str| test_dir.run(&["run", "small.toml", "--device", device, "-o", "out"]);
+    test_dir.write("gpu.json", PROFILE);
     on("sim:gpu.json").ok();
-    let record = json_at(&place.at("out/small/experiment.json"));
+    let record = json_at(&test_dir.at("out/small/experiment.json"));
     assert_eq!((&record["device"], record["profile_sha256"].as_str().unwrap().len()), (&json!("sim:gpu.json"), 64));
     on("sim:gpu.json").ok();
-    place.write("gpu.json", format!("{PROFILE}\n"));
+    test_dir.write("gpu.json", format!("{PROFILE}\n"));
     on("sim:gpu.json").refused(2, &["when that file had another content", "-o", "--again"]);
-    place.run(&["run", "small.toml", "--device", "sim:gpu.json", "-o", "out", "--again"]).ok();
-    assert_ne!(json_at(&place.at("out/small/experiment.json"))["profile_sha256"], record["profile_sha256"]);
+    test_dir.run(&["run", "small.toml", "--device", "sim:gpu.json", "-o", "out", "--again"]).ok();
+    assert_ne!(json_at(&test_dir.at("out/small/experiment.json"))["profile_sha256"], record["profile_sha256"]);
     on("sim:none.json").refused(2, &["none.json"]);
 }
 
 #[test]
 fn histories_are_replayed_and_named_without_their_folder() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     let line = |action: &str, addr: u64| {
         json!({"time_ns": 0, "action": action, "addr": addr, "size": 4096, "block": 4096, "stream": 1, "path": "hit"})
             .to_string()
     };
-    std::fs::create_dir(place.at("recorded")).unwrap();
-    std::fs::write(place.at("recorded/h.jsonl"), [line("alloc", 4096), line("free_requested", 4096)].join("\n"))
+    std::fs::create_dir(test_dir.at("recorded")).unwrap();
+    std::fs::write(test_dir.at("recorded/h.jsonl"), [line("alloc", 4096), line("free_requested", 4096)].join("\n"))
         .unwrap();
     let spec = "name = \"small\"\nquestion = \"?\"\nrepeats = 1\ndevices = [\"sim\"]\n\
                 [matrix]\nhistory = [\"h.jsonl\"]\nalloc = [\"naive\", \"stream-ordered\"]\n\
                 [[arms]]\nname = \"replay\"\nprogram = \"replay\"\n[arms.options]\nrelease-threshold = \"0\"\n\
                 [[arms]]\nname = \"capacity\"\nprogram = \"capacity\"\n";
-    place.write("small.toml", spec);
-    let cells = run(&place, &["--histories", "recorded", "--json"]).rows();
+    test_dir.write("small.toml", spec);
+    let cells = run(&test_dir, &["--histories", "recorded", "--json"]).rows();
     let measures: Vec<&str> = cells.iter().map(|cell| cell["measure"].as_str().unwrap()).collect();
     assert_eq!(measures, ["simulated_time", "simulated_time", "capacity", "capacity"]);
-    let folder = place.at("out/small/runs/01-replay-h.jsonl-stream-ordered-r0");
+    let folder = test_dir.at("out/small/runs/01-replay-h.jsonl-stream-ordered-r0");
     let result = json_at(&folder.join("result.json"));
     assert_eq!((&result[0]["trace"], &result[0]["allocator"]), (&json!("h.jsonl"), &json!("stream-ordered")));
     assert_eq!(result[0]["alloc"], "stream-ordered:release_threshold=0");
@@ -225,12 +225,12 @@ fn histories_are_replayed_and_named_without_their_folder() {
 
 #[test]
 fn large_files_are_compressed() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     let spec = SMALL.replace("alloc = [\"naive\", \"caching\"]\nhidden = [5, 9]", "alloc = [\"naive\"]");
     let spec = spec.replace("repeats = 2", "repeats = 1").replace("epochs = 2", "epochs = 300\nbatch = 4");
-    place.write("small.toml", spec);
-    run(&place, &[]).ok();
-    let folder = place.at("out/small/runs/00-naive-r0");
+    test_dir.write("small.toml", spec);
+    run(&test_dir, &[]).ok();
+    let folder = test_dir.at("out/small/runs/00-naive-r0");
     assert_eq!(names(&folder), ["run.json", "steps.csv.gz", "summary.json"]);
     assert_eq!(json_at(&folder.join("run.json"))["files"], json!(["summary.json", "steps.csv.gz"]));
     let bytes = std::fs::read(folder.join("steps.csv.gz")).unwrap();
@@ -271,15 +271,16 @@ fn keys(record: &Value, spread: &str) -> Vec<String> {
 
 #[test]
 fn the_records_are_as_the_schema_describes_them() {
-    let place = Place::new();
-    place.write("small.toml", SMALL);
-    place.write("gpu.json", PROFILE);
-    let mut command = place.process(&["run", "small.toml", "--device", "sim:gpu.json", "-o", "out", "--shard", "1/8"]);
+    let test_dir = TestDir::new();
+    test_dir.write("small.toml", SMALL);
+    test_dir.write("gpu.json", PROFILE);
+    let mut command =
+        test_dir.process(&["run", "small.toml", "--device", "sim:gpu.json", "-o", "out", "--shard", "1/8"]);
     command.envs([("SLURM_JOB_ID", "57"), ("SLURM_ARRAY_JOB_ID", "55"), ("SLURM_ARRAY_TASK_ID", "2")]);
     Ran::of(command.output().unwrap()).ok();
-    let experiment = json_at(&place.at("out/small/experiment.json"));
+    let experiment = json_at(&test_dir.at("out/small/experiment.json"));
     assert_eq!(keys(&experiment, ""), described("experiment.json"));
-    let record = json_at(&place.at("out/small/runs/00-naive-5-r0/run.json"));
+    let record = json_at(&test_dir.at("out/small/runs/00-naive-5-r0/run.json"));
     let provenance = described("Provenance");
     for of in [&experiment["provenance"], &record["provenance"]] {
         let unknown: Vec<String> = keys(of, "job").into_iter().filter(|key| !provenance.contains(key)).collect();
@@ -321,25 +322,25 @@ mkdir record && echo '{"schema_version": 1, "epochs": []}' > record/summary.json
 #[cfg(unix)]
 #[test]
 fn pytorch_gets_the_weights_and_batches_of_its_options() {
-    let place = Place::new();
-    place.program("python", PYTHON);
-    let python = place.at("python");
+    let test_dir = TestDir::new();
+    test_dir.program("python", PYTHON);
+    let python = test_dir.at("python");
     let spec = "name = \"small\"\nquestion = \"?\"\nrepeats = 1\nwarm_up = 1\nstart = true\ndevices = [\"sim\"]\n\
                 [options]\ndataset = \"iris\"\nepochs = 2\nseed = 7\n[matrix]\nhidden = [5, 9]\n\
                 [[arms]]\nname = \"ours\"\n[[arms]]\nname = \"theirs\"\nprogram = \"pytorch\"\ndevices = [\"sim\"]\n";
-    place.write("small.toml", spec);
-    let mut command = place.process(&["run", "small.toml", "--device", "sim", "-o", "out", "--json"]);
+    test_dir.write("small.toml", spec);
+    let mut command = test_dir.process(&["run", "small.toml", "--device", "sim", "-o", "out", "--json"]);
     let cells = Ran::of(command.env("PYTHON", &python).output().unwrap()).rows();
     assert!(cells.iter().all(|cell| cell["done"] == 1), "{cells:?}");
     assert_eq!(cells[2]["median"], Value::Null, "a record without epochs has no step time");
-    let of = |id: &str| json_at(&place.at("out/small/runs").join(id).join("run.json"))["command"].to_string();
+    let of = |id: &str| json_at(&test_dir.at("out/small/runs").join(id).join("run.json"))["command"].to_string();
     for (id, hidden) in [("02-theirs-5-r0", 5), ("03-theirs-9-r0", 9)] {
         let start = format!("--start=../../start/dataset-iris_epochs-2_seed-7_hidden-{hidden}.safetensors");
         assert!(of(id).contains(&start), "{}", of(id));
     }
     assert!(!of("00-ours-5-r0").contains("start"));
     // They are large, and can be made again.
-    assert_eq!(names(&place.at("out/small")), ["experiment.json", "runs"]);
+    assert_eq!(names(&test_dir.at("out/small")), ["experiment.json", "runs"]);
 }
 
 /// A stand-in for Python and `programs.py`: its result is its command and its variables. Memory runs out under a limit
@@ -398,19 +399,19 @@ options = { alloc = "remap:steal=always", steps = 4, small = true }
 #[cfg(unix)]
 #[test]
 fn programs_inside_pytorch_run_under_an_allocator_and_a_limit() {
-    let place = Place::new();
-    place.program("python", INSIDE);
-    place.write("small.toml", INSIDE_SPEC);
+    let test_dir = TestDir::new();
+    test_dir.program("python", INSIDE);
+    test_dir.write("small.toml", INSIDE_SPEC);
     let run = |python: &str| {
-        let mut command = place.process(&["run", "small.toml", "--device", "sim", "-o", "out", "--json"]);
+        let mut command = test_dir.process(&["run", "small.toml", "--device", "sim", "-o", "out", "--json"]);
         // The user's own settings must not reach a run.
-        command.env("PYTORCH_ALLOC_CONF", "user").env("VRAMLAB_ALLOC", "user").env("PYTHON", place.at(python));
+        command.env("PYTORCH_ALLOC_CONF", "user").env("VRAMLAB_ALLOC", "user").env("PYTHON", test_dir.at(python));
         Ran::of(command.output().unwrap())
     };
     let cells = run("python").ok().rows();
     assert!(cells.iter().all(|cell| cell["done"] == 1 && cell["median"] == 0.0025), "{cells:?}");
     assert_eq!((&cells[0]["peak_reserved_bytes"], &cells[0]["utilisation"]), (&2000.0.into(), &0.5.into()));
-    let file = |id: &str, name: &str| json_at(&place.at("out/small/runs").join(id).join(name));
+    let file = |id: &str, name: &str| json_at(&test_dir.at("out/small/runs").join(id).join(name));
     let native = file("00-native-r0", "result.json");
     assert_eq!(native["words"], "gpt2 --history=record/history.pickle.xz --device=cpu --output=result.json");
     assert_eq!((&native["conf"], &native["alloc"], &native["limit"]), (&"".into(), &"".into(), &Value::Null));
@@ -427,9 +428,9 @@ fn programs_inside_pytorch_run_under_an_allocator_and_a_limit() {
     assert_eq!(remap["alloc"], "remap:steal=always");
     assert!(remap["path"].as_str().unwrap().contains("/_site:"), "the start hook comes first: {remap}");
     // Without the reference a limited run fails and says why; the same command tries again.
-    std::fs::remove_dir_all(place.at("out/small/runs/00-native-r0")).unwrap();
-    std::fs::remove_dir_all(place.at("out/small/runs/01-within-1.5-r0")).unwrap();
-    place.program("fails", "#!/bin/sh\n[ \"$1\" = -c ]\n");
+    std::fs::remove_dir_all(test_dir.at("out/small/runs/00-native-r0")).unwrap();
+    std::fs::remove_dir_all(test_dir.at("out/small/runs/01-within-1.5-r0")).unwrap();
+    test_dir.program("fails", "#!/bin/sh\n[ \"$1\" = -c ]\n");
     assert!(run("fails").stderr.contains("failed"));
     let error = file("01-within-1.5-r0", "run.json")["error"].to_string();
     assert!(error.contains("no finished run of arm 'native'"), "{error}");
@@ -440,18 +441,18 @@ fn programs_inside_pytorch_run_under_an_allocator_and_a_limit() {
 #[cfg(unix)]
 #[test]
 fn a_budget_leaves_runs_for_the_next_call() {
-    let place = Place::new();
-    place.write("small.toml", SMALL);
-    let left = run(&place, &["--budget", "0"]);
+    let test_dir = TestDir::new();
+    test_dir.write("small.toml", SMALL);
+    let left = run(&test_dir, &["--budget", "0"]);
     assert_eq!(left.code, Some(4), "{left:?}");
     assert!(left.stderr.contains("the budget left out 8 runs; the same command makes them"), "{left:?}");
-    run(&place, &["--budget", "100000"]).ok();
-    let record = place.at("out/small/runs/00-naive-5-r0/run.json");
+    run(&test_dir, &["--budget", "100000"]).ok();
+    let record = test_dir.at("out/small/runs/00-naive-5-r0/run.json");
     let mut value = json_at(&record);
     value["wall_s"] = json!(1e6);
     std::fs::write(&record, value.to_string()).unwrap();
     // Its repeat is expected to take as long.
-    std::fs::remove_dir_all(place.at("out/small/runs/01-naive-5-r1")).unwrap();
-    assert!(run(&place, &["--budget", "100000"]).stderr.contains("left out 1 run"));
-    run(&place, &[]).ok();
+    std::fs::remove_dir_all(test_dir.at("out/small/runs/01-naive-5-r1")).unwrap();
+    assert!(run(&test_dir, &["--budget", "100000"]).stderr.contains("left out 1 run"));
+    run(&test_dir, &[]).ok();
 }

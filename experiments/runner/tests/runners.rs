@@ -1,17 +1,17 @@
 //! Several runners, parallel runs, and their endings.
 
-use crate::common::{HANGS, IDS, Place, Ran, SMALL, json_at, names, run, runs};
+use crate::common::{HANGS, IDS, Ran, SMALL, TestDir, json_at, names, run, runs};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 #[test]
 fn a_killed_runner_goes_on_where_it_was() {
-    let place = Place::new();
-    place.write("small.toml", SMALL.replace("hidden = [5, 9]", "hidden = [5, 9]\nseed = [1, 2, 3, 4, 5]"));
+    let test_dir = TestDir::new();
+    test_dir.write("small.toml", SMALL.replace("hidden = [5, 9]", "hidden = [5, 9]\nseed = [1, 2, 3, 4, 5]"));
     let arguments = ["run", "small.toml", "--device", "sim", "-o", "out"];
-    let mut child = place.process(&arguments).stdout(std::process::Stdio::null()).spawn().unwrap();
-    let folder = place.at("out/small/runs");
+    let mut child = test_dir.process(&arguments).stdout(std::process::Stdio::null()).spawn().unwrap();
+    let folder = test_dir.at("out/small/runs");
     let whole = || {
         let names = if folder.is_dir() { names(&folder) } else { Vec::new() };
         names.into_iter().filter(|name| !name.starts_with('.')).count()
@@ -31,8 +31,8 @@ fn a_killed_runner_goes_on_where_it_was() {
         .map(|name| (name.clone(), std::fs::read_to_string(folder.join(name).join("run.json")).unwrap()))
         .collect();
     assert!((3..40).contains(&before.len()), "{}", before.len());
-    place.run(&arguments).ok();
-    let after = runs(&place, "out");
+    test_dir.run(&arguments).ok();
+    let after = runs(&test_dir, "out");
     assert_eq!(after.len(), 40, "nothing is lost, nothing half-written is left");
     for (id, text) in before {
         assert_eq!(after[&id], text, "{id} should not be repeated");
@@ -41,32 +41,32 @@ fn a_killed_runner_goes_on_where_it_was() {
 
 #[test]
 fn shards_put_together_are_the_whole() {
-    let place = Place::new();
-    place.write("small.toml", SMALL);
+    let test_dir = TestDir::new();
+    test_dir.write("small.toml", SMALL);
     for (shard, out) in [("1/2", "a"), ("2/2", "b")] {
-        place.run(&["run", "small.toml", "--device", "sim", "--shard", shard, "-o", out]).ok();
+        test_dir.run(&["run", "small.toml", "--device", "sim", "--shard", shard, "-o", out]).ok();
     }
-    let (first, second) = (runs(&place, "a"), runs(&place, "b"));
+    let (first, second) = (runs(&test_dir, "a"), runs(&test_dir, "b"));
     assert_eq!((first.len(), second.len()), (4, 4));
     for id in second.keys() {
-        std::fs::rename(place.at("b/small/runs").join(id), place.at("a/small/runs").join(id)).unwrap();
+        std::fs::rename(test_dir.at("b/small/runs").join(id), test_dir.at("a/small/runs").join(id)).unwrap();
     }
-    assert_eq!(runs(&place, "a").keys().collect::<Vec<_>>(), IDS);
-    let merged = place.run(&["run", "small.toml", "--device", "sim", "-o", "a", "--json"]).ok();
+    assert_eq!(runs(&test_dir, "a").keys().collect::<Vec<_>>(), IDS);
+    let merged = test_dir.run(&["run", "small.toml", "--device", "sim", "-o", "a", "--json"]).ok();
     let done: Vec<u64> = merged.rows().iter().map(|cell| cell["done"].as_u64().unwrap()).collect();
     assert_eq!(done, [2, 2, 2, 2]);
     let mut together = first;
     together.extend(second);
-    assert_eq!(runs(&place, "a"), together, "there was nothing left to do");
+    assert_eq!(runs(&test_dir, "a"), together, "there was nothing left to do");
 }
 
 #[test]
 fn of_runners_that_begin_at_once_one_works() {
     use std::process::Stdio;
-    let place = Place::new();
-    place.write("small.toml", SMALL.replace("epochs = 2", "epochs = 200"));
+    let test_dir = TestDir::new();
+    test_dir.write("small.toml", SMALL.replace("epochs = 2", "epochs = 200"));
     let start = || {
-        let mut runner = place.process(&["run", "small.toml", "--device", "sim", "-o", "out"]);
+        let mut runner = test_dir.process(&["run", "small.toml", "--device", "sim", "-o", "out"]);
         runner.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
     };
     let runners: Vec<_> = (0..6).map(|_| start()).collect();
@@ -75,7 +75,7 @@ fn of_runners_that_begin_at_once_one_works() {
     // One that starts after the first has ended finds all runs complete.
     assert!(!done.is_empty());
     refused.iter().for_each(|ran| ran.refused(2, &["another run is at work in", "out/small", "with -o"]));
-    let runs = runs(&place, "out");
+    let runs = runs(&test_dir, "out");
     assert_eq!(runs.keys().collect::<Vec<_>>(), IDS);
     for text in runs.values() {
         assert_eq!(serde_json::from_str::<Value>(text).unwrap()["status"], "done");
@@ -84,11 +84,11 @@ fn of_runners_that_begin_at_once_one_works() {
 
 #[test]
 fn a_second_runner_leaves_the_first_alone() {
-    let place = Place::new();
-    place.write("small.toml", SMALL.replace("epochs = 2", "epochs = 50000"));
-    let mut first = place.process(&["run", "small.toml", "--device", "sim", "-o", "out"]);
+    let test_dir = TestDir::new();
+    test_dir.write("small.toml", SMALL.replace("epochs = 2", "epochs = 50000"));
+    let mut first = test_dir.process(&["run", "small.toml", "--device", "sim", "-o", "out"]);
     let mut first = first.stderr(std::process::Stdio::null()).stdout(std::process::Stdio::null()).spawn().unwrap();
-    let (folder, begun) = (place.at("out/small/runs"), Instant::now());
+    let (folder, begun) = (test_dir.at("out/small/runs"), Instant::now());
     let unfinished = || if folder.is_dir() { names(&folder) } else { Vec::new() };
     while unfinished().is_empty() {
         assert!(begun.elapsed() < HANGS, "it should have begun a run");
@@ -96,23 +96,23 @@ fn a_second_runner_leaves_the_first_alone() {
     }
     let before = unfinished();
     for more in [&[][..], &["--again"], &["--shard", "2/2"], &["--shard", "2/2", "--again"]] {
-        run(&place, more).refused(2, &["another run is at work in", "out/small", "with -o"]);
+        run(&test_dir, more).refused(2, &["another run is at work in", "out/small", "with -o"]);
     }
     assert_eq!(before.len(), 1);
     assert_eq!(unfinished(), before, "nothing of the first is gone");
     assert!(first.try_wait().unwrap().is_none(), "it is still at work");
     // A dry run is allowed, and so is another experiment next to it.
-    run(&place, &["--dry-run"]).ok();
-    place.write("other.toml", SMALL.replace("\"small\"", "\"other\""));
-    place.run(&["run", "other.toml", "--device", "sim", "-o", "out"]).ok();
+    run(&test_dir, &["--dry-run"]).ok();
+    test_dir.write("other.toml", SMALL.replace("\"small\"", "\"other\""));
+    test_dir.run(&["run", "other.toml", "--device", "sim", "-o", "out"]).ok();
     // A killed runner leaves its lock file, but no lock.
     first.kill().unwrap();
     first.wait().unwrap();
-    assert!(place.at("out/.small.lock").exists());
-    place.write("small.toml", SMALL);
-    run(&place, &["--again"]).ok();
-    assert_eq!(runs(&place, "out").len(), 8);
-    assert_eq!(names(&place.at("out")), ["other", "small"]);
+    assert!(test_dir.at("out/.small.lock").exists());
+    test_dir.write("small.toml", SMALL);
+    run(&test_dir, &["--again"]).ok();
+    assert_eq!(runs(&test_dir, "out").len(), 8);
+    assert_eq!(names(&test_dir.at("out")), ["other", "small"]);
 }
 
 /// Waits until a condition is true.
@@ -125,20 +125,20 @@ fn until(what: &str, mut so: impl FnMut() -> bool) {
 }
 
 /// A runner in the background, with captured output.
-fn start(place: &Place, more: &[&str]) -> std::process::Child {
-    let mut command = place.process(&[&["run", "small.toml", "--device", "sim", "-o", "out"], more].concat());
+fn start(test_dir: &TestDir, more: &[&str]) -> std::process::Child {
+    let mut command = test_dir.process(&[&["run", "small.toml", "--device", "sim", "-o", "out"], more].concat());
     command.stderr(std::process::Stdio::piped()).stdout(std::process::Stdio::piped()).spawn().unwrap()
 }
 
 /// Runs that are being written, and complete ones.
-fn begun_and_whole(place: &Place) -> (Vec<String>, Vec<String>) {
-    let folder = place.at("out/small/runs");
+fn begun_and_whole(test_dir: &TestDir) -> (Vec<String>, Vec<String>) {
+    let folder = test_dir.at("out/small/runs");
     let names = if folder.is_dir() { names(&folder) } else { Vec::new() };
     names.into_iter().partition(|name| name.starts_with('.'))
 }
 
-fn status(place: &Place) -> Value {
-    place.run(&["status", "out", "--json"]).rows().remove(0)
+fn status(test_dir: &TestDir) -> Value {
+    test_dir.run(&["status", "out", "--json"]).rows().remove(0)
 }
 
 /// The last two lines of a program: its result, and the next command without the program's name, which depends on how
@@ -155,13 +155,14 @@ fn counts(of: &Value) -> [u64; 5] {
 
 #[test]
 fn four_shards_in_one_folder_do_the_plan_once() {
-    let place = Place::new();
-    place.write("small.toml", SMALL.replace("hidden = [5, 9]", "hidden = [5, 9]\nseed = [1, 2, 3, 4, 5]"));
+    let test_dir = TestDir::new();
+    test_dir.write("small.toml", SMALL.replace("hidden = [5, 9]", "hidden = [5, 9]\nseed = [1, 2, 3, 4, 5]"));
     let shards = ["1/4", "2/4", "3/4", "4/4"];
-    let mut at_work: Vec<std::process::Child> = shards.iter().map(|shard| start(&place, &["--shard", shard])).collect();
+    let mut at_work: Vec<std::process::Child> =
+        shards.iter().map(|shard| start(&test_dir, &["--shard", shard])).collect();
     // The second is killed between its first run and its last.
     let mine = |id: &str, shard: usize| id[..2].parse::<usize>().unwrap() % 4 == shard - 1;
-    let of_second = || begun_and_whole(&place).1.into_iter().filter(|id| mine(id, 2)).collect::<Vec<String>>();
+    let of_second = || begun_and_whole(&test_dir).1.into_iter().filter(|id| mine(id, 2)).collect::<Vec<String>>();
     until("the second shard should have done two runs", || of_second().len() >= 2);
     // SIGKILL: the runner cannot clean up.
     at_work[1].kill().unwrap();
@@ -169,17 +170,19 @@ fn four_shards_in_one_folder_do_the_plan_once() {
     assert_eq!(killed.status.code(), None, "it should have been at work still");
     let before: Vec<(String, String)> = of_second()
         .into_iter()
-        .map(|id| (id.clone(), std::fs::read_to_string(place.at("out/small/runs").join(id).join("run.json")).unwrap()))
+        .map(|id| {
+            (id.clone(), std::fs::read_to_string(test_dir.at("out/small/runs").join(id).join("run.json")).unwrap())
+        })
         .collect();
-    let told = status(&place);
+    let told = status(&test_dir);
     let second = told["runners"].as_array().unwrap().iter().find(|part| part["shard"] == "2/4").unwrap();
     assert_eq!((&second["runner"], &second["planned"], &second["running"]), (&json!("stale"), &json!(10), &json!(0)));
-    at_work.push(start(&place, &["--shard", "2/4"]));
+    at_work.push(start(&test_dir, &["--shard", "2/4"]));
     for child in at_work {
         Ran::of(child.wait_with_output().unwrap()).ok();
     }
-    let found = runs(&place, "out");
-    let planned = json_at(&place.at("out/small/experiment.json"));
+    let found = runs(&test_dir, "out");
+    let planned = json_at(&test_dir.at("out/small/experiment.json"));
     let planned: Vec<&str> =
         planned["runs"].as_array().unwrap().iter().map(|run| run["id"].as_str().unwrap()).collect();
     assert_eq!(found.keys().collect::<Vec<_>>(), planned, "none is lost, nothing half-written is left");
@@ -191,20 +194,20 @@ fn four_shards_in_one_folder_do_the_plan_once() {
     for (id, text) in before {
         assert_eq!(found[&id], text, "{id} should not be repeated");
     }
-    assert_eq!(names(&place.at("out")), ["small"], "no lock is left");
-    assert_eq!(counts(&status(&place)), [40, 0, 0, 0, 0]);
+    assert_eq!(names(&test_dir.at("out")), ["small"], "no lock is left");
+    assert_eq!(counts(&status(&test_dir)), [40, 0, 0, 0, 0]);
 }
 
 #[cfg(unix)]
 #[test]
 fn the_jobs_of_an_array_share_a_folder() {
-    let place = Place::new();
-    place.write("small.toml", SMALL);
+    let test_dir = TestDir::new();
+    test_dir.write("small.toml", SMALL);
     let script = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../slurm.sbatch");
     let job = |variables: &[(&str, String)]| {
-        let runner = place.process(&[]);
+        let runner = test_dir.process(&[]);
         let mut shell = std::process::Command::new("bash");
-        shell.arg(&script).args(["small.toml", "out", "--json"]).current_dir(place.at("."));
+        shell.arg(&script).args(["small.toml", "out", "--json"]).current_dir(test_dir.at("."));
         shell.env("EXPERIMENTS", runner.get_program()).env("DEVICE", "sim").env_remove("SHARDS");
         // As Slurm sets them; without the variables of a job that the tests themselves may run under.
         for name in ["JOB_ID", "ARRAY_JOB_ID", "ARRAY_TASK_ID", "ARRAY_TASK_COUNT", "ARRAY_TASK_MIN", "ARRAY_TASK_STEP"]
@@ -229,7 +232,7 @@ fn the_jobs_of_an_array_share_a_folder() {
     };
     let jobs = [10, 12, 14].map(|task| job(&of_array(task)));
     jobs.into_iter().for_each(|child| drop(done(child)));
-    let found = runs(&place, "out");
+    let found = runs(&test_dir, "out");
     assert_eq!(found.keys().collect::<Vec<_>>(), IDS);
     for (index, text) in found.values().enumerate() {
         let record: Value = serde_json::from_str(text).unwrap();
@@ -238,36 +241,36 @@ fn the_jobs_of_an_array_share_a_folder() {
         assert_eq!((&record["shard"], &record["provenance"]["job"]), (&json!(format!("{}/3", index % 3 + 1)), &wanted));
     }
     // One of four by itself, and a job outside an array.
-    std::fs::remove_dir_all(place.at("out")).unwrap();
+    std::fs::remove_dir_all(test_dir.at("out")).unwrap();
     done(job(&[("SLURM_ARRAY_TASK_ID", "2".into()), ("SLURM_ARRAY_TASK_MIN", "2".into()), ("SHARDS", "4".into())]));
-    assert_eq!(runs(&place, "out").into_keys().collect::<Vec<_>>(), [IDS[2], IDS[6]]);
+    assert_eq!(runs(&test_dir, "out").into_keys().collect::<Vec<_>>(), [IDS[2], IDS[6]]);
     done(job(&[]));
-    assert_eq!(runs(&place, "out").into_keys().collect::<Vec<_>>(), IDS);
+    assert_eq!(runs(&test_dir, "out").into_keys().collect::<Vec<_>>(), IDS);
 }
 
 #[test]
 fn shards_share_a_folder_only_with_shards_of_their_number() {
-    let place = Place::new();
-    place.write("small.toml", SMALL.replace("epochs = 2", "epochs = 50000"));
-    let mut first = start(&place, &["--shard", "2/8"]);
-    until("it should have begun a run", || !begun_and_whole(&place).0.is_empty());
+    let test_dir = TestDir::new();
+    test_dir.write("small.toml", SMALL.replace("epochs = 2", "epochs = 50000"));
+    let mut first = start(&test_dir, &["--shard", "2/8"]);
+    until("it should have begun a run", || !begun_and_whole(&test_dir).0.is_empty());
     for (more, words) in [
         (&["--shard", "2/8"][..], "on the same shard 2/8;"),
         (&["--shard", "2/4"], "not by 4;"),
         (&[], "on shard 2/8;"),
         (&["--again"], "on shard 2/8;"),
     ] {
-        run(&place, more).refused(2, &["another run is at work in", "out/small", words]);
+        run(&test_dir, more).refused(2, &["another run is at work in", "out/small", words]);
     }
     // Its run is in progress, its lock names the runner, and the others have no runner.
-    let told = status(&place);
+    let told = status(&test_dir);
     assert_eq!(counts(&told), [0, 1, 0, 0, 7]);
     assert_eq!((&told["experiment"], &told["device"], &told["locks"]), (&json!("small"), &json!("sim"), &json!(true)));
     let runners = told["runners"].as_array().unwrap();
     assert_eq!((runners.len(), &runners[1]["runner"], &runners[0]["runner"]), (8, &json!("running"), &json!("none")));
     assert_eq!(runners[1]["holder"]["process"], first.id());
     assert_eq!((&told["runs"][1]["state"], &told["runs"][0]["state"]), (&json!("running"), &json!("left")));
-    let text = place.run(&["status", "out/small"]).ok().stdout;
+    let text = test_dir.run(&["status", "out/small"]).ok().stdout;
     assert_eq!(
         closing(&text),
         ["0 of 8 runs are done, 1 running, 7 left.", "run small --device sim -o out --shard 1/8"]
@@ -275,63 +278,63 @@ fn shards_share_a_folder_only_with_shards_of_their_number() {
     first.kill().unwrap();
     first.wait().unwrap();
     // Its current run is stale, and its other runs remain.
-    let told = status(&place);
+    let told = status(&test_dir);
     assert_eq!(counts(&told), [0, 0, 0, 0, 8]);
     assert_eq!((&told["runners"][1]["runner"], &told["runs"][1]["stale"]), (&json!("stale"), &json!(true)));
-    let text = place.run(&["status", "out/small"]).ok().stdout;
+    let text = test_dir.run(&["status", "out/small"]).ok().stdout;
     assert!(text.contains("stale: small/01-naive-5-r1 was begun by a runner that is gone"), "{text}");
     assert!(text.contains("stale: it was killed"), "{text}");
 }
 
 #[test]
 fn status_tells_what_failed_and_refuses_what_is_no_experiment() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     let spec = SMALL.replace("hidden = [5, 9]", "hidden = [5, 900]\nmemory-limit = [\"40K\"]");
-    place.write("small.toml", spec.replace(", \"caching\"", ""));
-    assert_eq!(run(&place, &[]).code, Some(1));
-    let told = status(&place);
+    test_dir.write("small.toml", spec.replace(", \"caching\"", ""));
+    assert_eq!(run(&test_dir, &[]).code, Some(1));
+    let told = status(&test_dir);
     assert_eq!(counts(&told), [2, 0, 2, 0, 0]);
     assert!(told["runs"][2]["error"].as_str().unwrap().contains("out of memory"), "{told}");
-    let text = place.run(&["status", "out"]).ok().stdout;
+    let text = test_dir.run(&["status", "out"]).ok().stdout;
     assert!(text.contains("failed: small/02-naive-900-40k-r0: "), "{text}");
     assert_eq!(closing(&text), ["2 of 4 runs are done, 2 failed.", "run small --device sim -o out"]);
-    place.run(&["status", "nowhere"]).refused(2, &["cannot read nowhere"]);
-    place.run(&["status", "."]).refused(2, &[". has no experiment.json", "--out"]);
+    test_dir.run(&["status", "nowhere"]).refused(2, &["cannot read nowhere"]);
+    test_dir.run(&["status", "."]).refused(2, &[". has no experiment.json", "--out"]);
     // Ids that lead to other directories are refused.
-    let path = place.at("out/small/experiment.json");
+    let path = test_dir.at("out/small/experiment.json");
     let text = std::fs::read_to_string(&path).unwrap();
     for id in ["../../secret", "", ".hidden", "a/b"] {
         std::fs::write(&path, text.replace("00-naive-5-40k-r0", id)).unwrap();
-        place.run(&["status", "out"]).refused(2, &["experiment.json: the run 0 has no id"]);
+        test_dir.run(&["status", "out"]).refused(2, &["experiment.json: the run 0 has no id"]);
     }
 }
 
 #[test]
 fn several_simulated_runs_at_once_give_what_one_after_the_other_gives() {
-    let place = Place::new();
-    place.write("small.toml", SMALL);
-    let alone = place.run(&["run", "small.toml", "--device", "sim", "-o", "alone", "--json"]).ok();
-    let together = place.run(&["run", "small.toml", "--device", "sim", "-o", "out", "--jobs", "3", "--json"]).ok();
+    let test_dir = TestDir::new();
+    test_dir.write("small.toml", SMALL);
+    let alone = test_dir.run(&["run", "small.toml", "--device", "sim", "-o", "alone", "--json"]).ok();
+    let together = test_dir.run(&["run", "small.toml", "--device", "sim", "-o", "out", "--jobs", "3", "--json"]).ok();
     assert_eq!(together.stdout, alone.stdout);
-    for (id, text) in runs(&place, "out") {
-        let (folder, other) = (place.at("out/small/runs").join(&id), place.at("alone/small/runs").join(&id));
+    for (id, text) in runs(&test_dir, "out") {
+        let (folder, other) = (test_dir.at("out/small/runs").join(&id), test_dir.at("alone/small/runs").join(&id));
         assert_eq!(std::fs::read(folder.join("steps.csv")).unwrap(), std::fs::read(other.join("steps.csv")).unwrap());
         let (one, other) = (json_at(&folder.join("summary.json")), json_at(&other.join("summary.json")));
         assert_eq!((&one["epochs"], &one["allocator_stats"]), (&other["epochs"], &other["allocator_stats"]));
         let record: Value = serde_json::from_str(&text).unwrap();
         assert_eq!((&record["jobs"], record["shard"].is_null()), (&json!(3), true));
     }
-    let ran = run(&place, &["--jobs", "2"]).ok();
+    let ran = run(&test_dir, &["--jobs", "2"]).ok();
     let wanted = ["8 of 8 runs of small are done; the records are in out/small.", "vramlab report out/small"];
     assert_eq!(closing(&ran.stdout), wanted, "{ran:#?}");
     // A GPU runs one process at a time.
     let cuda = ["run", "small.toml", "--device", "cuda", "-o", "cuda", "--jobs", "2"];
-    place.run(&cuda).refused(2, &["--jobs is for the simulated GPU"]);
-    assert!(!place.at("cuda").exists());
+    test_dir.run(&cuda).refused(2, &["--jobs is for the simulated GPU"]);
+    assert!(!test_dir.at("cuda").exists());
     // Failures are reported in the order of the plan, however many runs are parallel.
     let spec = SMALL.replace("hidden = [5, 9]", "hidden = [5, 900]\nmemory-limit = [\"40K\"]");
-    place.write("small.toml", spec);
-    let errors = ["1", "4"].map(|jobs| run(&place, &["--again", "--jobs", jobs]).stderr);
+    test_dir.write("small.toml", spec);
+    let errors = ["1", "4"].map(|jobs| run(&test_dir, &["--again", "--jobs", jobs]).stderr);
     assert!(errors[0].contains("6 runs failed; small/0"), "{}", errors[0]);
     assert_eq!(errors[0], errors[1]);
 }
@@ -374,11 +377,11 @@ mod ends {
     }
 
     /// A runner with some runs of a long experiment in progress, and the processes of these.
-    fn long(place: &Place, more: &[&str], runs: usize) -> (Child, Vec<u32>) {
-        place.write("small.toml", SMALL.replace("epochs = 2", "epochs = 50000"));
-        let child = start(place, more);
+    fn long(test_dir: &TestDir, more: &[&str], runs: usize) -> (Child, Vec<u32>) {
+        test_dir.write("small.toml", SMALL.replace("epochs = 2", "epochs = 50000"));
+        let child = start(test_dir, more);
         until("it should have begun its runs", || {
-            begun_and_whole(place).0.len() == runs && children(child.id()).len() == runs
+            begun_and_whole(test_dir).0.len() == runs && children(child.id()).len() == runs
         });
         let trainers = children(child.id());
         (child, trainers)
@@ -389,32 +392,32 @@ mod ends {
         let signals = [(Signal::INT, 130), (Signal::TERM, 143), (Signal::HUP, 129)];
         for (signal, code) in signals.into_iter().filter(|(signal, _)| *signal != Signal::HUP || !ignores_hup()) {
             for jobs in [1, 3] {
-                let place = Place::new();
-                let (child, trainers) = long(&place, &["--jobs", &jobs.to_string()], jobs);
+                let test_dir = TestDir::new();
+                let (child, trainers) = long(&test_dir, &["--jobs", &jobs.to_string()], jobs);
                 send(signal, child.id());
                 let ran = Ran::of(child.wait_with_output().unwrap());
                 assert_eq!((ran.code, ran.stdout.as_str()), (Some(code), ""), "{signal:?} {ran:#?}");
                 let said = "error: interrupted in small; what was done is kept, the same command goes on";
                 assert_eq!(ran.stderr.lines().last(), Some(said), "{ran:#?}");
-                assert_eq!(begun_and_whole(&place), (Vec::new(), Vec::new()), "{signal:?}");
+                assert_eq!(begun_and_whole(&test_dir), (Vec::new(), Vec::new()), "{signal:?}");
                 assert!(trainers.iter().all(|trainer| is_over(*trainer)), "{signal:?}");
-                assert_eq!(names(&place.at("out")), ["small"], "no lock is left");
+                assert_eq!(names(&test_dir.at("out")), ["small"], "no lock is left");
             }
         }
     }
 
     #[test]
     fn a_hangup_that_is_ignored_stays_ignored() {
-        let place = Place::new();
-        place.write("small.toml", SMALL.replace("epochs = 2", "epochs = 50000"));
-        let runner = place.process(&["run", "small.toml", "--device", "sim", "-o", "out"]);
+        let test_dir = TestDir::new();
+        test_dir.write("small.toml", SMALL.replace("epochs = 2", "epochs = 50000"));
+        let runner = test_dir.process(&["run", "small.toml", "--device", "sim", "-o", "out"]);
         // As `nohup` starts it.
         let mut shell = Command::new("sh");
         shell.args(["-c", "trap '' HUP; exec \"$@\"", "sh"]).arg(runner.get_program()).args(runner.get_args());
-        shell.current_dir(place.at(".")).stderr(std::process::Stdio::piped()).stdout(std::process::Stdio::null());
+        shell.current_dir(test_dir.at(".")).stderr(std::process::Stdio::piped()).stdout(std::process::Stdio::null());
         let child = shell.spawn().unwrap();
         until("it should have begun a run", || {
-            !begun_and_whole(&place).0.is_empty() && !children(child.id()).is_empty()
+            !begun_and_whole(&test_dir).0.is_empty() && !children(child.id()).is_empty()
         });
         let trainers = children(child.id());
         send(Signal::HUP, child.id());
@@ -426,8 +429,8 @@ mod ends {
 
     #[test]
     fn a_killed_runner_takes_its_trainers_along() {
-        let place = Place::new();
-        let (mut child, trainers) = long(&place, &["--jobs", "2"], 2);
+        let test_dir = TestDir::new();
+        let (mut child, trainers) = long(&test_dir, &["--jobs", "2"], 2);
         assert!(!trainers.iter().any(|trainer| is_over(*trainer)));
         send(Signal::KILL, child.id());
         child.wait().unwrap();
@@ -445,18 +448,18 @@ mkdir record && echo '{"schema_version": 1, "epochs": []}' > record/summary.json
 
     #[test]
     fn a_run_ends_with_all_that_it_started() {
-        let place = Place::new();
-        place.program("python", LEAVES);
+        let test_dir = TestDir::new();
+        test_dir.program("python", LEAVES);
         let spec = "name = \"small\"\nquestion = \"?\"\nrepeats = 1\ndevices = [\"sim\"]\n\
                     [[arms]]\nname = \"theirs\"\nprogram = \"pytorch\"\ndevices = [\"sim\"]\n";
-        place.write("small.toml", spec);
+        test_dir.write("small.toml", spec);
         let begin = |waits: &str| {
-            let mut command = place.process(&["run", "small.toml", "--device", "sim", "-o", "out", "--again"]);
-            command.env("PYTHON", place.at("python")).env("STARTED", place.at("started")).env("WAITS", waits);
+            let mut command = test_dir.process(&["run", "small.toml", "--device", "sim", "-o", "out", "--again"]);
+            command.env("PYTHON", test_dir.at("python")).env("STARTED", test_dir.at("started")).env("WAITS", waits);
             command.stderr(std::process::Stdio::piped()).stdout(std::process::Stdio::piped()).spawn().unwrap()
         };
         let left = || {
-            let started = place.at("started");
+            let started = test_dir.at("started");
             until("the program should have started a process", || started.is_file());
             let process: u32 = std::fs::read_to_string(&started).unwrap().trim().parse().unwrap();
             std::fs::remove_file(started).unwrap();

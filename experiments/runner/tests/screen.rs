@@ -2,7 +2,7 @@
 
 #![cfg(unix)]
 
-use crate::common::{Place, by_path, end, least};
+use crate::common::{TestDir, by_path, end, least};
 use crate::pty::{self, acts_on_terminal, check};
 use std::path::Path;
 use std::process::Command;
@@ -44,23 +44,23 @@ const FIGURES: [(&str, &str); 5] = [
 ];
 
 /// A directory with a small spec.
-fn place() -> Place {
-    let place = Place::new();
-    place.write("small.toml", SPEC);
-    place
+fn place() -> TestDir {
+    let test_dir = TestDir::new();
+    test_dir.write("small.toml", SPEC);
+    test_dir
 }
 
-fn screen(place: &Place, arguments: &[&str]) -> String {
-    pty::screen(&mut place.process(arguments))
+fn screen(test_dir: &TestDir, arguments: &[&str]) -> String {
+    pty::screen(&mut test_dir.process(arguments))
 }
 
 #[test]
 fn screens_at_80_columns() {
-    let place = place();
+    let test_dir = place();
     let specs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../specs");
     let specs = specs.to_str().unwrap();
     insta::with_settings!({ filters => CHANGES }, {
-        insta::assert_snapshot!(screen(&place, &[&["compare"], &IRIS[..]].concat()), @r"
+        insta::assert_snapshot!(screen(&test_dir, &[&["compare"], &IRIS[..]].concat()), @r"
             NVIDIA H200 (simulated), data set iris, 2 steps an epoch
             ────────────────────────────────────────────────────────────────────────────────
                               naive             caching  stream-ordered      stream-ordered:
@@ -93,7 +93,7 @@ fn screens_at_80_columns() {
             Next: cargo run -p trainer -- --alloc naive --device=sim --dataset=iris \
                   --hidden=16 --layers=2 --epochs=3 --log-driver-calls
         ");
-        insta::assert_snapshot!(screen(&place, &["list", "--specs", "."]), @r"
+        insta::assert_snapshot!(screen(&test_dir, &["list", "--specs", "."]), @r"
             ────────────────────────────────────────────────────────────────────────────────
             spec   cuda runs  sim runs  question
             ════════════════════════════════════════════════════════════════════════════════
@@ -104,7 +104,7 @@ fn screens_at_80_columns() {
             1 question, 1 of which the simulated GPU answers.
             Next: cargo run -p experiments -- run small --specs . --device sim
         ");
-        insta::assert_snapshot!(screen(&place, &["run", "small.toml", "--device", "sim", "-o", "out"]), @r"
+        insta::assert_snapshot!(screen(&test_dir, &["run", "small.toml", "--device", "sim", "-o", "out"]), @r"
             small: Does a table of this experiment fit a terminal of eighty columns, with
             its question above it in words?
             ────────────────────────────────────────────────────────────────────────────────
@@ -128,7 +128,7 @@ fn screens_at_80_columns() {
     });
     insta::with_settings!({ filters => FIGURES }, {
         let bench = ["bench", "--case", "pair/512", "--repeats", "2"];
-        insta::assert_snapshot!(screen(&place, &[&bench[..], &["--alloc", "caching"]].concat()), @r"
+        insta::assert_snapshot!(screen(&test_dir, &[&bench[..], &["--alloc", "caching"]].concat()), @r"
             null, [processor] (smallest to largest)
 
             time, ns for one allocation and its free; less is better (`pair` gives out the
@@ -149,12 +149,12 @@ fn screens_at_80_columns() {
         ");
     });
     // The project's own questions change, so only their fit is tested.
-    check(&|| place.process(&["list", "--specs", specs]));
+    check(&|| test_dir.process(&["list", "--specs", specs]));
 }
 
 #[test]
 fn screens_at_other_widths_and_without_styles() {
-    let place = place();
+    let test_dir = place();
     for arguments in [
         &[&["compare"], &IRIS[..]].concat()[..],
         &["run", "small.toml", "--device", "sim", "-o", "out"],
@@ -162,26 +162,26 @@ fn screens_at_other_widths_and_without_styles() {
         &["fidelity", "--measured", "out/small", "--against", "out/small"],
         &["bench", "--case", "pair/512,instrument", "--threads", "1", "--repeats", "1"],
     ] {
-        check(&|| place.process(arguments));
+        check(&|| test_dir.process(arguments));
     }
 }
 
 #[test]
 fn what_comes_from_outside_moves_no_cursor() {
-    let place = place();
+    let test_dir = place();
     let hostile = "\u{1b}[2J\u{9b}31m\u{202e}\u{7}";
     let written = r"\u001b[2J\u202e";
-    let named = |name: &str, text: &str| place.write(&format!("{hostile}{name}"), text);
+    let named = |name: &str, text: &str| test_dir.write(&format!("{hostile}{name}"), text);
     let history =
         named("history.json", &format!(r#"{{"segments": [{{"{written}": 1}}], "device_traces": "{written}"}}"#));
     let profile = named("profile.json", &format!(r#"{{"{written}": 1}}"#));
     let spec = named("spec.toml", &format!("name = \"{written}\"\n\"{written}\" = 1\n"));
-    std::fs::create_dir(place.at("questions")).unwrap();
+    std::fs::create_dir(test_dir.at("questions")).unwrap();
     let asked = SPEC.replace("Does a table", written);
-    place.write("questions/small.toml", &asked);
+    test_dir.write("questions/small.toml", &asked);
     // A recorded run without a known state.
-    place.run(&["run", "small.toml", "--device", "sim", "-o", "out"]).ok();
-    let run = place.at("out/small/runs").read_dir().unwrap().next().unwrap().unwrap().path().join("run.json");
+    test_dir.run(&["run", "small.toml", "--device", "sim", "-o", "out"]).ok();
+    let run = test_dir.at("out/small/runs").read_dir().unwrap().next().unwrap().unwrap().path().join("run.json");
     let text = std::fs::read_to_string(&run).unwrap().replace("\"done\"", &format!("\"{written}\""));
     std::fs::write(&run, text).unwrap();
     // Not all messages name their input.
@@ -201,7 +201,7 @@ fn what_comes_from_outside_moves_no_cursor() {
         &["calibrate", "--device", hostile, "--source", hostile, "--out", hostile],
         &["fit-kernels", &history, "--out", "x"],
     ] {
-        let output = place.process(arguments).output().unwrap();
+        let output = test_dir.process(arguments).output().unwrap();
         let listed = arguments[0] == "list" && arguments[2] == "questions";
         assert_eq!(output.status.success(), listed, "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
         let mut escaped = false;
@@ -218,10 +218,10 @@ fn what_comes_from_outside_moves_no_cursor() {
 
 #[test]
 fn the_last_lines_are_what_was_found_and_the_next_command() {
-    let place = place();
+    let test_dir = place();
     let specs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../specs");
     let specs = specs.to_str().unwrap();
-    let rows = |arguments: &[&str]| place.run(&[arguments, &["--json"]].concat()).rows();
+    let rows = |arguments: &[&str]| test_dir.run(&[arguments, &["--json"]].concat()).rows();
     let compare = [&["compare"], &IRIS[..]].concat();
     let compared = rows(&compare);
     let kept = rows(&["list", "--specs", specs]);
@@ -240,34 +240,34 @@ fn the_last_lines_are_what_was_found_and_the_next_command() {
         (&fidelity, vec!["cells are as measured".to_owned()], "experiments compare"),
         (&bench, vec!["caching takes".to_owned()], "experiments compare"),
     ] {
-        let text = by_path(&place, arguments);
+        let text = by_path(&test_dir, arguments);
         let (found, next) = end(&text);
         assert!(found.ends_with('.') && found.split(' ').count() > 4, "{arguments:?}: {found}");
         assert!(words.iter().all(|words| found.contains(words)), "{arguments:?}: {words:?} should be in: {found}");
         assert!(next.contains(next_words), "{arguments:?}: {next}");
     }
-    let count = std::fs::read_dir(place.at("out/small/runs")).unwrap().count();
-    let text = by_path(&place, &["status", "out/small"]);
+    let count = std::fs::read_dir(test_dir.at("out/small/runs")).unwrap().count();
+    let text = by_path(&test_dir, &["status", "out/small"]);
     assert!(end(&text).0.contains(&format!("{count} of {count} runs")), "{text}");
 }
 
 #[test]
 fn the_next_command_can_be_pasted() {
-    let place = place();
-    std::fs::create_dir(place.at("my specs")).unwrap();
-    std::fs::rename(place.at("small.toml"), place.at("my specs/small.toml")).unwrap();
-    place.pasted(by_path(&place, &["list", "--specs", "my specs"]), 1);
+    let test_dir = place();
+    std::fs::create_dir(test_dir.at("my specs")).unwrap();
+    std::fs::rename(test_dir.at("small.toml"), test_dir.at("my specs/small.toml")).unwrap();
+    test_dir.pasted(by_path(&test_dir, &["list", "--specs", "my specs"]), 1);
 }
 
 #[test]
 fn a_pipe_gets_lines_of_120_columns_and_whole_tables() {
-    let place = place();
+    let test_dir = place();
     let output = |command: &mut Command| String::from_utf8(command.output().unwrap().stdout).unwrap();
-    let whole = output(place.process(&["list", "--specs", "."]).env_remove("COLUMNS"));
+    let whole = output(test_dir.process(&["list", "--specs", "."]).env_remove("COLUMNS"));
     assert!(whole.contains("Does a table of this experiment fit a terminal of eighty columns"), "{whole}");
     assert!(whole.lines().all(|line| line.starts_with("Next: ") || line.chars().count() <= 120), "{whole}");
     assert!(!whole.contains("no room for"), "{whole}");
-    let narrow = output(place.process(&["list", "--specs", "."]).env("COLUMNS", "60"));
+    let narrow = output(test_dir.process(&["list", "--specs", "."]).env("COLUMNS", "60"));
     assert!(narrow.lines().all(|line| line.chars().count() <= 60), "{narrow}");
 }
 

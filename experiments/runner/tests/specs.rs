@@ -1,10 +1,10 @@
 //! Specs as a user writes them: refused ones, and the repository's own.
 
-use crate::common::{Place, SMALL, run};
+use crate::common::{SMALL, TestDir, run};
 
 #[test]
 fn what_cannot_work_is_refused_before_anything_runs() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     for (from, to, words) in [
         // Faults in the file.
         ("question", "qestion", ["small.toml:3", "unknown field `qestion`"]),
@@ -67,53 +67,53 @@ fn what_cannot_work_is_refused_before_anything_runs() {
         ("layers = 2", "dataset = \"iris\\u0000\"", ["small.toml:", "small.toml"]),
     ] {
         assert!(SMALL.contains(from), "{from}");
-        place.write("small.toml", SMALL.replacen(from, to, 1));
-        run(&place, &[]).refused(2, &words[1..]);
-        let stderr = run(&place, &["--dry-run"]).stderr;
+        test_dir.write("small.toml", SMALL.replacen(from, to, 1));
+        run(&test_dir, &[]).refused(2, &words[1..]);
+        let stderr = run(&test_dir, &["--dry-run"]).stderr;
         assert!(stderr.contains(words[0]), "{} is missing: {stderr}", words[0]);
-        assert!(!place.at("out").exists(), "{to}");
+        assert!(!test_dir.at("out").exists(), "{to}");
     }
-    place.write("small.toml", SMALL);
-    place.run(&["run", "missing.toml"]).refused(2, &["cannot read missing.toml"]);
-    place.run(&["run", "no-such-spec"]).refused(2, &["there is no spec 'no-such-spec'", "width"]);
-    place.run(&["run", "widht"]).refused(2, &["there is no spec 'widht'", "; did you mean 'width'? There are "]);
+    test_dir.write("small.toml", SMALL);
+    test_dir.run(&["run", "missing.toml"]).refused(2, &["cannot read missing.toml"]);
+    test_dir.run(&["run", "no-such-spec"]).refused(2, &["there is no spec 'no-such-spec'", "width"]);
+    test_dir.run(&["run", "widht"]).refused(2, &["there is no spec 'widht'", "; did you mean 'width'? There are "]);
     for arguments in [&["--shard", "3/2"][..], &["--device", "tpu"], &["--nonsense"]] {
-        let ran = place.run(&[&["run", "small.toml"], arguments].concat());
+        let ran = test_dir.run(&[&["run", "small.toml"], arguments].concat());
         assert_eq!((ran.code, ran.stdout.as_str()), (Some(2), ""), "{ran:#?}");
     }
     // Missing recordings.
     let spec = "name = \"small\"\nquestion = \"?\"\ndevices = [\"sim\"]\n[[arms]]\nname = \"a\"\nprogram = \"replay\"\n\
                 [arms.options]\nhistory = \"gone.pickle\"\n";
-    place.write("small.toml", spec);
-    run(&place, &["--histories", "."]).refused(2, &["small.toml:8", "gone.pickle", "--histories"]);
-    place.run(&["run", "small.toml", "--device", "cuda"]).refused(2, &["small is not for cuda", "--device sim"]);
+    test_dir.write("small.toml", spec);
+    run(&test_dir, &["--histories", "."]).refused(2, &["small.toml:8", "gone.pickle", "--histories"]);
+    test_dir.run(&["run", "small.toml", "--device", "cuda"]).refused(2, &["small is not for cuda", "--device sim"]);
 }
 
 #[test]
 fn what_a_spec_names_lies_in_the_folder_of_the_histories() {
-    let place = Place::new();
-    place.write("secret", "{}");
-    std::fs::create_dir(place.at("histories")).unwrap();
-    place.write("histories/--json", "");
-    let absolute = place.at("secret").to_str().unwrap().to_owned();
+    let test_dir = TestDir::new();
+    test_dir.write("secret", "{}");
+    std::fs::create_dir(test_dir.at("histories")).unwrap();
+    test_dir.write("histories/--json", "");
+    let absolute = test_dir.at("secret").to_str().unwrap().to_owned();
     for name in ["../secret", absolute.as_str(), "--json", "-h", "--out=/x", ".", ""] {
         let spec = format!(
             "name = \"small\"\nquestion = \"?\"\ndevices = [\"sim\"]\n[[arms]]\nname = \"a\"\nprogram = \"replay\"\n\
              [arms.options]\nhistory = \"{name}\"\n"
         );
-        place.write("small.toml", spec);
-        run(&place, &["--histories", "histories"]).refused(2, &["small.toml:8", "in the directory of recordings"]);
+        test_dir.write("small.toml", spec);
+        run(&test_dir, &["--histories", "histories"]).refused(2, &["small.toml:8", "in the directory of recordings"]);
     }
     // The directory from which `bench` starts programs is not an option either.
     let spec = "name = \"small\"\nquestion = \"?\"\ndevices = [\"sim\"]\n[[arms]]\nname = \"a\"\nprogram = \"bench\"\n\
                 [arms.options]\nbaselines = true\nbaselines-dir = \".\"\n";
-    place.write("small.toml", spec);
-    run(&place, &[]).refused(2, &["small.toml:9", "the runner sets --baselines-dir itself"]);
+    test_dir.write("small.toml", spec);
+    run(&test_dir, &[]).refused(2, &["small.toml:9", "the runner sets --baselines-dir itself"]);
 }
 
 #[test]
 fn a_matrix_that_is_too_large_is_refused_before_it_is_built() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     let spec = |axes: &str, arms: &str| {
         format!("name = \"small\"\nquestion = \"?\"\nrepeats = 1\ndevices = [\"sim\"]\n[matrix]\n{axes}{arms}")
     };
@@ -124,16 +124,16 @@ fn a_matrix_that_is_too_large_is_refused_before_it_is_built() {
     let arms: String = (0..17).map(|arm| format!("[[arms]]\nname = \"a{arm}\"\n")).collect();
     let repeated = "[sim]\nrepeats = 1000\n";
     for text in [spec(&wraps, ""), spec(&seeds, &arms), spec(&seeds, repeated)] {
-        place.write("small.toml", text);
-        run(&place, &[]).refused(2, &["small.toml: more than 10000 runs on sim; shorten the matrix"]);
+        test_dir.write("small.toml", text);
+        run(&test_dir, &[]).refused(2, &["small.toml: more than 10000 runs on sim; shorten the matrix"]);
     }
-    place.write("small.toml", spec("seed = [1]\n", "[[arms]]\nname = \"a\"\n[arms.sim]\nrepeats = 1001\n"));
-    run(&place, &[]).refused(2, &["small.toml:", "repeats lie between 1 and 1000"]);
+    test_dir.write("small.toml", spec("seed = [1]\n", "[[arms]]\nname = \"a\"\n[arms.sim]\nrepeats = 1001\n"));
+    run(&test_dir, &[]).refused(2, &["small.toml:", "repeats lie between 1 and 1000"]);
     // An endless file is not read to its end.
     #[cfg(unix)]
     {
-        std::os::unix::fs::symlink("/dev/zero", place.at("endless.toml")).unwrap();
-        place
+        std::os::unix::fs::symlink("/dev/zero", test_dir.at("endless.toml")).unwrap();
+        test_dir
             .run(&["run", "endless.toml"])
             .refused(2, &["cannot read endless.toml", "it is a device; name a regular file"]);
     }
@@ -141,8 +141,8 @@ fn a_matrix_that_is_too_large_is_refused_before_it_is_built() {
 
 #[test]
 fn the_specs_of_the_study_are_listed_and_can_be_planned() {
-    let place = Place::new();
-    let rows = place.run(&["list", "--json"]).rows();
+    let test_dir = TestDir::new();
+    let rows = test_dir.run(&["list", "--json"]).rows();
     let names: Vec<&str> = rows.iter().map(|row| row["name"].as_str().unwrap()).collect();
     for name in [
         "where-time-goes",
@@ -179,9 +179,9 @@ fn the_specs_of_the_study_are_listed_and_can_be_planned() {
     ] {
         assert!(names.contains(&name), "{name} is missing: {names:?}");
     }
-    let text = place.run(&["list"]).ok().stdout;
+    let text = test_dir.run(&["list"]).ok().stdout;
     assert!(text.contains("sim runs") && text.contains("where-time-goes"), "{text}");
-    std::fs::create_dir_all(place.at("histories/ranks")).unwrap();
+    std::fs::create_dir_all(test_dir.at("histories/ranks")).unwrap();
     for history in [
         "mlp",
         "gpt2",
@@ -191,7 +191,7 @@ fn the_specs_of_the_study_are_listed_and_can_be_planned() {
         "ranks/gpt2_fsdp1.rank0",
         "ranks/gpt2_fsdp1.rank1",
     ] {
-        std::fs::write(place.at("histories").join(format!("{history}.pickle.xz")), "").unwrap();
+        std::fs::write(test_dir.at("histories").join(format!("{history}.pickle.xz")), "").unwrap();
     }
     for row in &rows {
         assert!(row["question"].as_str().unwrap().ends_with('?'), "{row}");
@@ -199,7 +199,7 @@ fn the_specs_of_the_study_are_listed_and_can_be_planned() {
             let device = device.as_str().unwrap();
             let name = row["name"].as_str().unwrap();
             let plan =
-                place.run(&["run", name, "--device", device, "--dry-run", "--histories", "histories"]).ok().stdout;
+                test_dir.run(&["run", name, "--device", device, "--dry-run", "--histories", "histories"]).ok().stdout;
             let runs = row[format!("runs_{device}")].as_u64().unwrap();
             assert_eq!(plan.lines().filter(|line| line.contains(" to do ")).count() as u64, runs, "{plan}");
         }

@@ -4,7 +4,7 @@ use super::*;
 
 #[test]
 fn numbers_that_cannot_work_are_refused() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     for (arguments, words) in [
         (["--hidden", "0"], "--hidden must be at least 1"),
         (["--layers", "0"], "--layers must be at least 1"),
@@ -28,14 +28,14 @@ fn numbers_that_cannot_work_are_refused() {
         (["--alloc", "caching:memory_limit=1K"], "--memory-limit 1 KiB is less than the model's weights"),
         (["--nvtx-memory", "on"], "no memory checker is attached to this process"),
     ] {
-        place.iris(&arguments).refused(&[words]);
+        test_dir.iris(&arguments).refused(&[words]);
     }
-    assert!(!place.at("runs").exists(), "nothing ran, so there is nothing to record");
+    assert!(!test_dir.at("runs").exists(), "nothing ran, so there is nothing to record");
 }
 
 #[test]
 fn allocators_that_mean_nothing_are_refused() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     for (alloc, words) in [
         ("cachin", "no allocator is called 'cachin'; did you mean 'caching'? There are naive, "),
         (
@@ -49,13 +49,13 @@ fn allocators_that_mean_nothing_are_refused() {
         ("caching,naive", "write NAME or NAME:key=value,key=value"),
         ("naive:x=1", "naive: there is no setting 'x'; there are none"),
     ] {
-        let ran = place.iris(&["--alloc", alloc]);
+        let ran = test_dir.iris(&["--alloc", alloc]);
         assert_eq!((ran.code, ran.stdout.as_str()), (Some(2), ""), "{ran:#?}");
         let first = ran.stderr.lines().next().unwrap_or_default();
         assert!(first.contains(words), "{words}: {first}");
     }
     // Each message has its own fix, once, and no other fix.
-    let text = place.write("no-plan", "plain text");
+    let text = test_dir.write("no-plan", "plain text");
     for (alloc, line) in [
         (
             "lab:source=expandable,stream=steal",
@@ -74,20 +74,20 @@ fn allocators_that_mean_nothing_are_refused() {
             ),
         ),
     ] {
-        let ran = place.iris(&["--alloc", alloc]);
+        let ran = test_dir.iris(&["--alloc", alloc]);
         ran.refused(&[]);
         assert_eq!(ran.stderr.trim_end(), format!("error: {line}"));
     }
     let both = ["--alloc", "caching:memory_limit=1G", "--memory-limit", "2G"];
-    place
+    test_dir
         .iris(&both)
         .refused(&["--memory-limit is given, and --alloc caching:memory_limit=1G has a limit of 1 GiB too"]);
-    assert!(!place.at("runs").exists(), "nothing ran, so there is nothing to record");
+    assert!(!test_dir.at("runs").exists(), "nothing ran, so there is nothing to record");
 }
 
 #[test]
 fn arithmetic_that_does_not_go_together_is_refused() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     for (arguments, words) in [
         ("--weights half", "--weights half needs --dtype bf16 or f16, found f32"),
         ("--weights half --dtype tf32", "--weights half needs --dtype bf16 or f16, found tf32"),
@@ -100,14 +100,14 @@ fn arithmetic_that_does_not_go_together_is_refused() {
         ("--loss-scale 1e-40", "--loss-scale 1e-40 is too small: updates divide --lr 0.1 by it"),
         ("--loss-scale inf --dtype bf16", "--loss-scale must be a positive number"),
     ] {
-        place.iris(&arguments.split(' ').collect::<Vec<_>>()).refused(&[words]);
+        test_dir.iris(&arguments.split(' ').collect::<Vec<_>>()).refused(&[words]);
     }
-    assert!(!place.at("runs").exists(), "nothing ran, so there is nothing to record");
+    assert!(!test_dir.at("runs").exists(), "nothing ran, so there is nothing to record");
 }
 
 #[test]
 fn words_that_mean_nothing_are_refused() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     for arguments in [
         ["--device", "nonsense"],
         ["--device", "cuda:x"],
@@ -136,15 +136,15 @@ fn words_that_mean_nothing_are_refused() {
         ["--lr", "fast"],
         ["--nonsense", "1"],
     ] {
-        place.iris(&arguments).unparsable(&[arguments[0]]);
+        test_dir.iris(&arguments).unparsable(&[arguments[0]]);
     }
-    place.run(&["nonsense"]).unparsable(&["nonsense"]);
+    test_dir.run(&["nonsense"]).unparsable(&["nonsense"]);
 }
 
 #[test]
 #[cfg(target_os = "linux")]
 fn sizes_beyond_reason_take_no_memory() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     let base = ["--device", "sim", "--dataset", "iris"];
     for (arguments, words) in [
         (&["--hidden", "4000000000"][..], "lower --hidden or --batch"),
@@ -153,30 +153,31 @@ fn sizes_beyond_reason_take_no_memory() {
         (&["--layers", "4000000000"], "--layers must be at most"),
         (&["--hidden", "46000", "--layers", "65536"], "more than the memory of"),
     ] {
-        place.run_within(2 << 20, &[&base[..], arguments].concat()).refused(&[words]);
+        test_dir.run_within(2 << 20, &[&base[..], arguments].concat()).refused(&[words]);
     }
     // A batch of more rows than there are is the whole set.
-    let json = place.run(&[&base[..], &["--batch", "8000000", "--hidden", "16", "--epochs", "1", "--json"]].concat());
+    let json =
+        test_dir.run(&[&base[..], &["--batch", "8000000", "--hidden", "16", "--epochs", "1", "--json"]].concat());
     assert_eq!(json.ok().json()["epochs"][0]["steps"], 1);
 }
 
 #[test]
 fn places_that_cannot_be_written_are_refused() {
-    let place = Place::new();
-    let file = place.write("file", "");
-    place.iris(&["--out", &format!("{file}/record")]).refused(&["cannot write a run record", "--out"]);
-    place.iris(&["--out", &file]).refused(&["exists already", "--out"]);
-    place.write("record/mine", "");
-    place.iris(&["--out", "record"]).refused(&["record exists already", "--out"]);
-    assert_eq!(std::fs::read_dir(place.at("record")).unwrap().count(), 1, "what was there stays as it was");
+    let test_dir = TestDir::new();
+    let file = test_dir.write("file", "");
+    test_dir.iris(&["--out", &format!("{file}/record")]).refused(&["cannot write a run record", "--out"]);
+    test_dir.iris(&["--out", &file]).refused(&["exists already", "--out"]);
+    test_dir.write("record/mine", "");
+    test_dir.iris(&["--out", "record"]).refused(&["record exists already", "--out"]);
+    assert_eq!(std::fs::read_dir(test_dir.at("record")).unwrap().count(), 1, "what was there stays as it was");
     // The default place.
-    place.write("runs", "");
-    place.iris(&[]).refused(&["cannot write a run record to runs"]);
+    test_dir.write("runs", "");
+    test_dir.iris(&[]).refused(&["cannot write a run record to runs"]);
 }
 
 #[test]
 fn profiles_that_cannot_work_are_refused() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     let good = serde_json::to_value(Profile::h200()).unwrap();
     let with = |pointer: &str, key: &str, value: Value| {
         let mut changed = good.clone();
@@ -184,8 +185,8 @@ fn profiles_that_cannot_work_are_refused() {
         changed.to_string()
     };
     let refused = |name: &str, text: &str, words: &[&str]| {
-        let path = place.write(name, text);
-        place.iris(&["--device", &format!("sim:{path}")]).refused(&[&[name], words].concat());
+        let path = test_dir.write(name, text);
+        test_dir.iris(&["--device", &format!("sim:{path}")]).refused(&[&[name], words].concat());
     };
     refused("broken.json", "{ \"name\": ", &["not a device profile", "line 1"]);
     refused("empty.json", "", &["not a device profile"]);
@@ -194,31 +195,31 @@ fn profiles_that_cannot_work_are_refused() {
     refused("depth.json", &with("/queues", "depth", 0.into()), &["queues.depth"]);
     refused("type.json", &with("/queues", "depth", "deep".into()), &["not a device profile"]);
     refused("wave.json", &with("/default_kernel", "blocks_per_wave", 0.into()), &["default_kernel"]);
-    place.iris(&["--device", "sim:missing.json"]).refused(&["missing.json", "cannot read"]);
-    place.iris(&["--device", "sim:."]).refused(&["cannot read"]);
+    test_dir.iris(&["--device", "sim:missing.json"]).refused(&["missing.json", "cannot read"]);
+    test_dir.iris(&["--device", "sim:."]).refused(&["cannot read"]);
     #[cfg(unix)]
-    place.iris(&["--device", "sim:/dev/zero"]).refused(&["/dev/zero", "cannot read", "it is a device"]);
-    std::fs::write(place.at("bytes.json"), [0xff, 0xfe, 0]).unwrap();
-    place.iris(&["--device", "sim:bytes.json"]).refused(&["bytes.json", "cannot read"]);
+    test_dir.iris(&["--device", "sim:/dev/zero"]).refused(&["/dev/zero", "cannot read", "it is a device"]);
+    std::fs::write(test_dir.at("bytes.json"), [0xff, 0xfe, 0]).unwrap();
+    test_dir.iris(&["--device", "sim:bytes.json"]).refused(&["bytes.json", "cannot read"]);
 
-    let whole = place.write("whole.json", good.to_string());
-    let json = place.iris(&["--device", &format!("sim:{whole}"), "--json"]).ok().json();
+    let whole = test_dir.write("whole.json", good.to_string());
+    let json = test_dir.iris(&["--device", &format!("sim:{whole}"), "--json"]).ok().json();
     assert_eq!(json["settings"]["device"], format!("sim:{whole}"));
 
     // A device without pools cannot run the allocator that needs them; the others can.
     let mut without = good.clone();
     without.as_object_mut().unwrap().remove("pool");
-    let without = format!("sim:{}", place.write("without.json", without.to_string()));
-    place.iris(&["--device", &without, "--alloc", "stream-ordered"]).refused(&["stream-ordered", "does not have"]);
-    place.iris(&["--device", &without, "--alloc", "naive"]).ok();
+    let without = format!("sim:{}", test_dir.write("without.json", without.to_string()));
+    test_dir.iris(&["--device", &without, "--alloc", "stream-ordered"]).refused(&["stream-ordered", "does not have"]);
+    test_dir.iris(&["--device", &without, "--alloc", "naive"]).ok();
 }
 
 #[test]
 fn a_gpu_that_is_not_there_is_bad_input() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     // The driver hides any GPU.
     let run = |arguments: &[&str]| {
-        let mut command = place.process(arguments);
+        let mut command = test_dir.process(arguments);
         command.env("CUDA_VISIBLE_DEVICES", "-1");
         Ran::of(Command::from_std(command))
     };
@@ -232,18 +233,18 @@ fn a_gpu_that_is_not_there_is_bad_input() {
 
 #[test]
 fn small_idx_files_are_trained_on() {
-    let place = Place::new();
-    mnist(&place, "data");
+    let test_dir = TestDir::new();
+    mnist(&test_dir, "data");
     let arguments = ["--device", "sim", "--dataset", "mnist", "--data-dir", "data", "--epochs", "1", "--json"];
-    let ran = place.run(&arguments).ok();
+    let ran = test_dir.run(&arguments).ok();
     assert!(ran.stderr.contains("note     data does not hold the standard MNIST"), "{ran:#?}");
     let json = ran.json();
     assert_eq!((&json["dataset"]["train_rows"], &json["dataset"]["features"]), (&20.into(), &12.into()));
     assert_eq!(json["dataset"]["files"].as_array().unwrap().len(), 4);
     // The variable names the same place.
-    let mut command = place.process(&arguments[..4]);
+    let mut command = test_dir.process(&arguments[..4]);
     let ran = Ran::of(Command::from_std({
-        command.env("MNIST_DIR", place.at("data")).args(["--epochs", "1"]);
+        command.env("MNIST_DIR", test_dir.at("data")).args(["--epochs", "1"]);
         command
     }));
     assert!(ran.ok().stderr.contains("(MNIST_DIR)"));
@@ -251,20 +252,20 @@ fn small_idx_files_are_trained_on() {
 
 #[test]
 fn broken_data_is_refused() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     let refused = |directory: &str, words: &[&str]| {
         for dataset in ["mnist", "auto"] {
             let arguments = ["--device", "sim", "--dataset", dataset, "--data-dir", directory];
-            place.run(&arguments).refused(&[&[directory], words].concat());
+            test_dir.run(&arguments).refused(&[&[directory], words].concat());
         }
     };
     refused("nowhere", &["--data-dir", "not a directory"]);
-    std::fs::create_dir(place.at("empty")).unwrap();
+    std::fs::create_dir(test_dir.at("empty")).unwrap();
     refused("empty", &["has no train-images-idx3-ubyte"]);
 
     let damaged = |directory: &str, file: usize, change: &dyn Fn(&mut Vec<u8>)| {
-        mnist(&place, directory);
-        let path = place.at(directory).join(FILES[file]);
+        mnist(&test_dir, directory);
+        let path = test_dir.at(directory).join(FILES[file]);
         let mut bytes = std::fs::read(&path).unwrap();
         change(&mut bytes);
         std::fs::write(&path, bytes).unwrap();
@@ -309,13 +310,13 @@ fn broken_data_is_refused() {
         bytes.truncate(bytes.len() - 20);
     });
     refused("torn", &[FILES[0]]);
-    assert!(!place.at("runs").exists());
+    assert!(!test_dir.at("runs").exists());
 }
 
 #[test]
 fn offline_never_waits_for_a_network() {
-    let place = Place::new();
-    place.run(&["--device", "sim", "--dataset", "mnist", "--offline"]).refused(&["offline", "--data-dir"]);
-    let ran = place.run(&["--device", "sim", "--offline", "--steps", "1"]).ok();
+    let test_dir = TestDir::new();
+    test_dir.run(&["--device", "sim", "--dataset", "mnist", "--offline"]).refused(&["offline", "--data-dir"]);
+    let ran = test_dir.run(&["--device", "sim", "--offline", "--steps", "1"]).ok();
     assert!(ran.stderr.contains("note     generated digits stand in for MNIST"), "{ran:#?}");
 }

@@ -15,8 +15,8 @@ pub(super) struct Background {
 }
 
 impl Background {
-    pub(super) fn start(place: &Place, arguments: &[&str]) -> Self {
-        Self::of(place.process(arguments))
+    pub(super) fn start(test_dir: &TestDir, arguments: &[&str]) -> Self {
+        Self::of(test_dir.process(arguments))
     }
 
     pub(super) fn of(mut command: std::process::Command) -> Self {
@@ -69,41 +69,41 @@ pub(super) const LONG: [&str; 8] = ["--device", "sim", "--dataset", "digits", "-
 
 #[test]
 fn a_kill_leaves_what_was_done() {
-    let place = Place::new();
-    let run = Background::start(&place, &[&LONG[..], &["--out", "record", "--trace"]].concat());
+    let test_dir = TestDir::new();
+    let run = Background::start(&test_dir, &[&LONG[..], &["--out", "record", "--trace"]].concat());
     // A line that was printed is in the record already.
     run.wait_for("epoch  1 ");
     run.signal("-KILL");
     let (status, stdout, _) = run.end();
     assert_eq!((status.code(), stdout.as_str()), (None, ""));
-    let json = read_json(&place.at("record/summary.json"));
+    let json = read_json(&test_dir.at("record/summary.json"));
     assert_eq!(json["status"], "running");
     let epochs = json["epochs"].as_array().unwrap().len();
     assert!(epochs >= 1);
-    let losses = column(&place.at("record/steps.csv"), "loss");
+    let losses = column(&test_dir.at("record/steps.csv"), "loss");
     assert!(losses.len() >= 125 * epochs, "{}", losses.len());
-    let trace = std::fs::read_to_string(place.at("record/trace.jsonl")).unwrap();
+    let trace = std::fs::read_to_string(test_dir.at("record/trace.jsonl")).unwrap();
     let whole = trace.rsplit_once('\n').unwrap().0;
     assert!(whole.lines().all(|line| serde_json::from_str::<Value>(line).is_ok()));
 }
 
 #[test]
 fn a_kill_before_the_first_epoch_leaves_a_readable_record() {
-    let place = Place::new();
-    let run = Background::start(&place, &[&LONG[..], &["--hidden=700", "--out", "record"]].concat()[2..]);
+    let test_dir = TestDir::new();
+    let run = Background::start(&test_dir, &[&LONG[..], &["--hidden=700", "--out", "record"]].concat()[2..]);
     drop(run.lines.recv_timeout(PATIENCE));
     run.signal("-KILL");
     run.end();
     // Either nothing was begun, or what there is can be read.
-    if place.at("record/summary.json").exists() {
-        assert_eq!(read_json(&place.at("record/summary.json"))["epochs"], serde_json::json!([]));
+    if test_dir.at("record/summary.json").exists() {
+        assert_eq!(read_json(&test_dir.at("record/summary.json"))["epochs"], serde_json::json!([]));
     }
 }
 
 /// Runs with one of its outputs closed at the other end from the start.
 fn with_closed(arguments: &[&str], stdout: bool) -> (Option<i32>, String) {
-    let place = Place::new();
-    let mut command = place.process(arguments);
+    let test_dir = TestDir::new();
+    let mut command = test_dir.process(arguments);
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     if stdout {
         drop(child.stdout.take())
@@ -136,17 +136,17 @@ fn a_reader_that_goes_away_is_no_error() {
 #[test]
 #[cfg(target_os = "linux")]
 fn a_full_disk_behind_stdout_is_an_error() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
     let arguments = ["--device", "sim", "--dataset", "iris", "--epochs", "1", "--out", "record"];
-    let output = place.process(&arguments).stdout(full).stderr(Stdio::piped()).output().unwrap();
+    let output = test_dir.process(&arguments).stdout(full).stderr(Stdio::piped()).output().unwrap();
     assert_eq!(output.status.code(), Some(1));
     let stderr = String::from_utf8(output.stderr).unwrap();
     assert!(stderr.contains("error: cannot write to stdout"), "{stderr}");
-    assert_eq!(read_json(&place.at("record/summary.json"))["status"], "finished");
+    assert_eq!(read_json(&test_dir.at("record/summary.json"))["status"], "finished");
     for arguments in [&["--help"][..], &["--version"], &["start", "-h"], &["completions", "bash"]] {
         let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
-        let output = place.process(arguments).stdout(full).stderr(Stdio::piped()).output().unwrap();
+        let output = test_dir.process(arguments).stdout(full).stderr(Stdio::piped()).output().unwrap();
         let stderr = String::from_utf8(output.stderr).unwrap();
         assert_eq!(output.status.code(), Some(1), "{arguments:?}: {stderr}");
         assert!(

@@ -11,11 +11,11 @@ const IRIS: [&str; 6] = ["--batch", "24", "--epochs", "2", "--hidden", "16"];
 
 /// The losses of the steps of a run in `record`, and its record.
 fn losses(arguments: &[&str]) -> (Vec<String>, Value) {
-    let place = Place::new();
-    place.iris(&[&IRIS[..], &["--out", "record"], arguments].concat()).ok();
-    let json = read_json(&place.at("record/summary.json"));
+    let test_dir = TestDir::new();
+    test_dir.iris(&[&IRIS[..], &["--out", "record"], arguments].concat()).ok();
+    let json = read_json(&test_dir.at("record/summary.json"));
     assert_eq!(json["status"], "finished");
-    (column(&place.at("record/steps.csv"), "loss"), json)
+    (column(&test_dir.at("record/steps.csv"), "loss"), json)
 }
 
 fn close(a: &[String], b: &[String], most: f64) {
@@ -72,15 +72,15 @@ fn parts_of_a_batch_may_differ_by_a_row() {
 
 #[test]
 fn a_record_holds_every_rank_and_how_far_they_differ() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     let arguments = ["--gpus", "2", "--rank-alloc", "1=naive", "--bucket", "1K", "--out", "record", "--json"];
-    let output = place.iris(&[&IRIS[..], &arguments].concat()).ok();
+    let output = test_dir.iris(&[&IRIS[..], &arguments].concat()).ok();
     let json = output.json();
-    assert_eq!(json, read_json(&place.at("record/summary.json")));
+    assert_eq!(json, read_json(&test_dir.at("record/summary.json")));
     let ranks = json["ranks"].as_array().unwrap();
     for (number, (rank, alloc)) in ranks.iter().zip(["caching", "naive"]).enumerate() {
         assert_eq!((&rank["rank"], &rank["alloc"], &rank["steps"]), (&number.into(), &alloc.into(), &10.into()));
-        let own = read_json(&place.at("record").join(rank["directory"].as_str().unwrap()).join("summary.json"));
+        let own = read_json(&test_dir.at("record").join(rank["directory"].as_str().unwrap()).join("summary.json"));
         assert_eq!(
             (&own["rank"], &own["settings"]["allocator"], &own["status"]),
             (&number.into(), &alloc.into(), &"finished".into())
@@ -117,7 +117,7 @@ fn more_memory_waits_with_record_stream_than_with_events() {
 
 #[test]
 fn what_cannot_be_several_ranks_is_refused() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     let cases: [(&[&str], &str); 8] = [
         (&["--gpus", "0"], "--gpus must be at least 1"),
         (&["--gpus", "2", "--batch", "25"], "--batch 25 does not split over 2 ranks; use a multiple of 2, such as 24"),
@@ -129,17 +129,17 @@ fn what_cannot_be_several_ranks_is_refused() {
         (&["--gpus", "7", "--batch", "119"], "the last batch of an epoch has 1 of the data set's 120 rows"),
     ];
     for (arguments, words) in cases {
-        let output = place.iris(&[arguments, &["--out", "record"]].concat());
+        let output = test_dir.iris(&[arguments, &["--out", "record"]].concat());
         let line = output.error(2);
         assert!(line.contains(words), "{line}");
-        assert!(!place.at("record").exists(), "{arguments:?}");
+        assert!(!test_dir.at("record").exists(), "{arguments:?}");
     }
 }
 
 /// A rank that a launcher such as torchrun would start.
-fn rank(place: &Place, number: u32, port: u16, arguments: &[&str]) -> Background {
+fn rank(test_dir: &TestDir, number: u32, port: u16, arguments: &[&str]) -> Background {
     let base = ["--device", "sim", "--dataset", "iris", "--rank-timeout", "20"];
-    let mut command = place.process(&[&base[..], &IRIS, arguments].concat());
+    let mut command = test_dir.process(&[&base[..], &IRIS, arguments].concat());
     let variables = [("RANK", number.to_string()), ("WORLD_SIZE", "2".into()), ("LOCAL_RANK", number.to_string())];
     command.envs(variables).env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.to_string());
     Background::of(command)
@@ -158,46 +158,46 @@ fn error_of(lines: &[String]) -> &str {
 
 #[test]
 fn a_process_of_another_launcher_is_one_rank() {
-    let (place, port) = (Place::new(), free_port());
-    let ranks = [rank(&place, 1, port, &["--out", "unused"]), rank(&place, 0, port, &["--out", "record"])];
+    let (test_dir, port) = (TestDir::new(), free_port());
+    let ranks = [rank(&test_dir, 1, port, &["--out", "unused"]), rank(&test_dir, 0, port, &["--out", "record"])];
     for rank in ranks {
         let (status, _, lines) = rank.end();
         assert_eq!(status.code(), Some(0), "{lines:?}");
     }
     let (expected, _) = losses(&["--gpus", "2"]);
-    assert_eq!(column(&place.at("record/steps.csv"), "loss"), expected);
-    assert!(place.at("record/rank1/summary.json").exists() && !place.at("unused").exists());
+    assert_eq!(column(&test_dir.at("record/steps.csv"), "loss"), expected);
+    assert!(test_dir.at("record/rank1/summary.json").exists() && !test_dir.at("unused").exists());
 }
 
 #[test]
 fn ranks_with_other_settings_are_refused() {
-    let (place, port) = (Place::new(), free_port());
-    let ranks = [rank(&place, 0, port, &["--out", "record"]), rank(&place, 1, port, &["--lr", "0.5"])];
+    let (test_dir, port) = (TestDir::new(), free_port());
+    let ranks = [rank(&test_dir, 0, port, &["--out", "record"]), rank(&test_dir, 1, port, &["--lr", "0.5"])];
     for rank in ranks {
         let (status, stdout, lines) = rank.end();
         assert_eq!((status.code(), stdout.as_str()), (Some(2), ""), "{lines:?}");
         let line = error_of(&lines);
         assert!(line.contains("has --lr 0.5 and rank 0 0.1; give all ranks the same options"), "{line}");
     }
-    assert!(!place.at("record").exists());
+    assert!(!test_dir.at("record").exists());
 }
 
 #[test]
 fn ranks_that_do_not_come_are_named() {
-    let (place, port) = (Place::new(), free_port());
+    let (test_dir, port) = (TestDir::new(), free_port());
     for (number, words) in [(0, "rank 1 did not connect within 1 s"), (1, "cannot reach rank 0 at 127.0.0.1:")] {
-        let (status, _, lines) = rank(&place, number, port, &["--rank-timeout", "1"]).end();
+        let (status, _, lines) = rank(&test_dir, number, port, &["--rank-timeout", "1"]).end();
         assert_eq!(status.code(), Some(2), "{lines:?}");
         assert!(error_of(&lines).contains(words), "{lines:?}");
     }
-    assert!(!place.at("runs").exists());
+    assert!(!test_dir.at("runs").exists());
 }
 
 #[test]
 fn a_port_in_use_is_named() {
     let listener = TcpListener::bind(("0.0.0.0", 0)).unwrap();
     let port = listener.local_addr().unwrap().port();
-    let (status, _, lines) = rank(&Place::new(), 0, port, &[]).end();
+    let (status, _, lines) = rank(&TestDir::new(), 0, port, &[]).end();
     assert_eq!(status.code(), Some(2), "{lines:?}");
     let words = format!("port {port} of MASTER_ADDR 127.0.0.1 is in use by another program; set MASTER_PORT");
     assert!(error_of(&lines).contains(&words), "{lines:?}");
@@ -205,8 +205,8 @@ fn a_port_in_use_is_named() {
 
 #[test]
 fn who_connects_and_is_no_rank_is_ignored() {
-    let (place, port) = (Place::new(), free_port());
-    let first = rank(&place, 0, port, &["--out", "record"]);
+    let (test_dir, port) = (TestDir::new(), free_port());
+    let first = rank(&test_dir, 0, port, &["--out", "record"]);
     let until = Instant::now() + PATIENCE;
     // Kept open, so that rank 0 sees what it says.
     let stranger = loop {
@@ -216,7 +216,7 @@ fn who_connects_and_is_no_rank_is_ignored() {
         }
         std::thread::sleep(Duration::from_millis(5));
     };
-    let second = rank(&place, 1, port, &[]);
+    let second = rank(&test_dir, 1, port, &[]);
     for rank in [first, second] {
         let (status, _, lines) = rank.end();
         assert_eq!(status.code(), Some(0), "{lines:?}");
@@ -225,9 +225,9 @@ fn who_connects_and_is_no_rank_is_ignored() {
 }
 
 /// A long run of three ranks, once its first epoch is in the record.
-fn long(place: &Place) -> Background {
+fn long(test_dir: &TestDir) -> Background {
     let base = ["--device", "sim", "--dataset", "iris", "--hidden", "16", "--batch", "24", "--epochs", "1000000"];
-    let run = Background::start(place, &[&base[..], &["--gpus", "3", "--out", "record"]].concat());
+    let run = Background::start(test_dir, &[&base[..], &["--gpus", "3", "--out", "record"]].concat());
     run.wait_for("epoch  1 ");
     run
 }
@@ -266,8 +266,8 @@ fn all_have_ended(processes: &[u32]) {
 #[test]
 fn a_rank_that_is_killed_ends_all() {
     for victim in [0, 1, 2] {
-        let place = Place::new();
-        let run = long(&place);
+        let test_dir = TestDir::new();
+        let run = long(&test_dir);
         let ranks = children(run.child.id());
         assert_eq!(ranks.len(), 3);
         kill("-KILL", ranks[victim]);
@@ -279,7 +279,7 @@ fn a_rank_that_is_killed_ends_all() {
         all_have_ended(&ranks);
         // Those that were not killed have said how they ended.
         for (number, path) in ["record", "record/rank1", "record/rank2"].into_iter().enumerate() {
-            let json = read_json(&place.at(path).join("summary.json"));
+            let json = read_json(&test_dir.at(path).join("summary.json"));
             assert_eq!(json["status"], if number == victim { "running" } else { "failed" }, "{path}");
         }
     }
@@ -288,8 +288,8 @@ fn a_rank_that_is_killed_ends_all() {
 #[cfg(target_os = "linux")]
 #[test]
 fn ranks_end_with_a_launcher_that_is_killed() {
-    let place = Place::new();
-    let run = long(&place);
+    let test_dir = TestDir::new();
+    let run = long(&test_dir);
     let ranks = children(run.child.id());
     run.signal("-KILL");
     all_have_ended(&ranks);
@@ -299,10 +299,10 @@ fn ranks_end_with_a_launcher_that_is_killed() {
 #[cfg(target_os = "linux")]
 #[test]
 fn a_rank_that_stops_answering_ends_all() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     let base = ["--device", "sim", "--dataset", "iris", "--hidden", "16", "--batch", "24", "--epochs", "1000000"];
     let more = ["--gpus", "2", "--rank-timeout", "3", "--out", "record"];
-    let run = Background::start(&place, &[&base[..], &more].concat());
+    let run = Background::start(&test_dir, &[&base[..], &more].concat());
     run.wait_for("epoch  1 ");
     let ranks = children(run.child.id());
     kill("-STOP", ranks[1]);
@@ -319,15 +319,15 @@ fn a_signal_ends_all_ranks_before_the_same_step() {
     for (target, signal, code) in
         [(None, "-INT", 130), (None, "-TERM", 143), (Some(0), "-INT", 130), (Some(2), "-TERM", 130)]
     {
-        let place = Place::new();
-        let run = long(&place);
+        let test_dir = TestDir::new();
+        let run = long(&test_dir);
         let ranks = children(run.child.id());
         kill(signal, target.map_or(run.child.id(), |rank: usize| ranks[rank]));
         let (status, _, lines) = run.end();
         assert_eq!(status.code(), Some(code), "{target:?} {signal}: {lines:?}");
         assert!(error_of(&lines).contains("interrupted"), "{lines:?}");
         all_have_ended(&ranks);
-        let paths = ["record", "record/rank1", "record/rank2"].map(|path| place.at(path));
+        let paths = ["record", "record/rank1", "record/rank2"].map(|path| test_dir.at(path));
         let steps = paths.each_ref().map(|path| column(&path.join("steps.csv"), "loss"));
         assert!(steps.iter().all(|losses| *losses == steps[0]), "{:?}", steps.map(|losses| losses.len()));
         for path in paths {

@@ -1,6 +1,6 @@
 //! Shared code of the program's tests.
 
-mod place;
 pub(crate) mod story;
+mod test_dir;
 
-pub(crate) use place::*;
+pub(crate) use test_dir::*;

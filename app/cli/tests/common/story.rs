@@ -1,6 +1,6 @@
 //! Builds snapshots.
 
-use super::{Place, Ran};
+use super::{Ran, TestDir};
 use serde_json::{Value, json};
 
 pub(crate) const MIB: u64 = 1 << 20;
@@ -76,11 +76,11 @@ impl Story {
 
 // Shared code of the tests of `explain`.
 
-pub(crate) fn explain(dir: &Place, arguments: &[&str]) -> Ran {
+pub(crate) fn explain(dir: &TestDir, arguments: &[&str]) -> Ran {
     dir.run(&[&["explain"], arguments].concat())
 }
 
-pub(crate) fn explain_json(dir: &Place, arguments: &[&str]) -> Value {
+pub(crate) fn explain_json(dir: &TestDir, arguments: &[&str]) -> Value {
     let output = explain(dir, &[arguments, &["--json"]].concat()).ok();
     serde_json::from_str(&output.stdout).unwrap_or_else(|error| panic!("{error}: {}", output.stdout))
 }
@@ -92,7 +92,7 @@ pub(crate) fn part(explanation: &Value, name: &str) -> u64 {
 
 /// Asserts that the peaks equal those of a replay that matches every recorded address. Returns the parts of the breakdown at the peak and
 /// those of the replay; `None` if the breakdown is of another moment near the peak.
-fn peaks_agree(dir: &Place, file: &str) -> Option<[Vec<Value>; 2]> {
+fn peaks_agree(dir: &TestDir, file: &str) -> Option<[Vec<Value>; 2]> {
     let explanation = explain_json(dir, &[file]);
     let arguments =
         ["replay", file, "--addresses", "recorded", "--alloc", "caching", "--device", "null", "--plan", "off"];
@@ -111,7 +111,7 @@ fn peaks_agree(dir: &Place, file: &str) -> Option<[Vec<Value>; 2]> {
 
 /// Asserts that peaks and breakdown equal those of a replay. The replay's breakdown is that of the first moment at the reserved peak, so
 /// breakdowns are compared on the recording up to that moment.
-pub(crate) fn agrees(dir: &Place, file: &str) {
+pub(crate) fn agrees(dir: &TestDir, file: &str) {
     peaks_agree(dir, file);
     dir.run(&["convert", file, "--to", "snapshot-json", "-o", "first.json", "--force"]).ok();
     let mut snapshot: Value = serde_json::from_slice(&std::fs::read(dir.at("first.json")).unwrap()).unwrap();

@@ -1,19 +1,19 @@
 //! Programs that use CUDA without PyTorch: over a stand-in for the driver in C, which the tests of the library between build too.
 
 use super::{process, record};
-use crate::common::{PROGRAM, Place, Ran};
+use crate::common::{PROGRAM, Ran, TestDir};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// Builds the stand-in and the program there; `None`, with a line, where the library between is not built.
-fn build(place: &Place) -> Option<PathBuf> {
+fn build(test_dir: &TestDir) -> Option<PathBuf> {
     let library = Path::new(PROGRAM).parent().unwrap().join("libvramlab_inject.so");
     if !library.is_file() {
         println!("skipped: {} is not built", library.display());
         return None;
     }
     let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("../inject/tests/c");
-    let driver = place.at("libcuda.so.1");
+    let driver = test_dir.at("libcuda.so.1");
     let compile = |source: &str, out: &Path, flags: &[&str]| {
         let mut compiler = Command::new(std::env::var_os("CC").unwrap_or_else(|| "cc".into()));
         compiler.args(["-std=gnu11", "-O1", "-o"]).arg(out).arg(sources.join(source)).args(flags);
@@ -24,15 +24,15 @@ fn build(place: &Place) -> Option<PathBuf> {
         &driver,
         &["-shared", "-fPIC", "-Wl,-Bsymbolic", "-Wl,-soname,libcuda.so.1", "-ldl", "-lpthread"],
     );
-    compile("program.c", &place.at("program"), &["-ldl", "-lpthread"]);
+    compile("program.c", &test_dir.at("program"), &["-ldl", "-lpthread"]);
     Some(driver)
 }
 
 /// `vramlab run` with some options and the program, which finds functions in a way and does a test.
-fn run(place: &Place, driver: &Path, options: &[&str], way: &str, test: &str) -> Ran {
+fn run(test_dir: &TestDir, driver: &Path, options: &[&str], way: &str, test: &str) -> Ran {
     let words: Vec<&str> = ["run"].iter().chain(options).chain(&["--", "./program", way, test]).copied().collect();
-    let mut command = process(place, &words);
-    command.env("VRAMLAB_CUDA", driver).env("LD_LIBRARY_PATH", place.at(".")).env_remove("LD_PRELOAD");
+    let mut command = process(test_dir, &words);
+    command.env("VRAMLAB_CUDA", driver).env("LD_LIBRARY_PATH", test_dir.at(".")).env_remove("LD_PRELOAD");
     if !options.contains(&"--alloc") {
         command.env("PLAIN", "1");
     }
@@ -42,34 +42,34 @@ fn run(place: &Place, driver: &Path, options: &[&str], way: &str, test: &str) ->
 #[test]
 #[ignore = "needs a C compiler"]
 fn memory_calls_of_a_c_program_are_recorded_and_its_history_is_read() {
-    let place = Place::new();
-    let Some(driver) = build(&place) else { return };
-    let ran = run(&place, &driver, &["-o", "out"], "address2", "loop").ok();
+    let test_dir = TestDir::new();
+    let Some(driver) = build(&test_dir) else { return };
+    let ran = run(&test_dir, &driver, &["-o", "out"], "address2", "loop").ok();
     assert!(ran.stdout.contains("equal"), "{ran:?}");
     assert!(ran.stderr.contains("1 process used CUDA under the driver"), "{ran:?}");
     assert!(ran.stderr.contains("400 memory calls") && ran.stderr.contains("200 x cudaMalloc (cuMemAlloc)"), "{ran:?}");
     assert!(ran.stderr.contains("run --alloc caching -- ./program address2 loop"), "{ran:?}");
-    let left = record(&place, "out");
+    let left = record(&test_dir, "out");
     let process = &left["cuda"][0];
     assert_eq!((&process["count"], &process["incomplete"], &process["dropped"]), (&400.into(), &0.into(), &0.into()));
     // Both blocks of a step are held at once.
     assert_eq!(process["peak_bytes"], (1 << 20) + 3000);
     let history = process["histories"][0].as_str().unwrap();
     for command in ["explain", "replay", "capacity"] {
-        place.run(&[command, history]).ok();
+        test_dir.run(&[command, history]).ok();
     }
-    let names = crate::common::names(&place.at("out"));
+    let names = crate::common::names(&test_dir.at("out"));
     assert!(names.iter().all(|name| !name.ends_with(".bin") && !name.ends_with(".so")), "{names:?}");
 }
 
 #[test]
 #[ignore = "needs a C compiler"]
 fn every_way_in_is_served_also_the_name_without_a_version() {
-    let place = Place::new();
-    let Some(driver) = build(&place) else { return };
-    std::os::unix::fs::symlink("libcuda.so.1", place.at("libcuda.so")).unwrap();
+    let test_dir = TestDir::new();
+    let Some(driver) = build(&test_dir) else { return };
+    std::os::unix::fs::symlink("libcuda.so.1", test_dir.at("libcuda.so")).unwrap();
     for way in ["dlsym", "unversioned", "address1", "address2"] {
-        let ran = run(&place, &driver, &["--alloc", "caching"], way, "loop").ok();
+        let ran = run(&test_dir, &driver, &["--alloc", "caching"], way, "loop").ok();
         assert!(ran.stdout.contains("driver: alloc 1 free 0") && ran.stdout.contains("equal"), "{way}: {ran:?}");
         assert!(ran.stderr.contains("used CUDA under caching") && ran.stderr.contains("made 1 driver call"), "{ran:?}");
     }
@@ -78,26 +78,26 @@ fn every_way_in_is_served_also_the_name_without_a_version() {
 #[test]
 #[ignore = "needs a C compiler"]
 fn a_crash_leaves_the_calls_before_it() {
-    let place = Place::new();
-    let Some(driver) = build(&place) else { return };
-    let ran = run(&place, &driver, &["-o", "out"], "dlsym", "crash");
+    let test_dir = TestDir::new();
+    let Some(driver) = build(&test_dir) else { return };
+    let ran = run(&test_dir, &driver, &["-o", "out"], "dlsym", "crash");
     assert_eq!(ran.code, None);
-    let left = record(&place, "out");
+    let left = record(&test_dir, "out");
     assert_eq!((&left["signal"], &left["cuda"][0]["count"]), (&libc::SIGABRT.into(), &40.into()));
 }
 
 #[test]
 #[ignore = "needs a C compiler"]
 fn a_static_program_runs_unchanged_and_the_reason_is_said() {
-    let place = Place::new();
-    let Some(driver) = build(&place) else { return };
-    let source = place.file("static.c", "#include <stdio.h>\nint main(void) { puts(\"ran\"); return 3; }\n");
+    let test_dir = TestDir::new();
+    let Some(driver) = build(&test_dir) else { return };
+    let source = test_dir.file("static.c", "#include <stdio.h>\nint main(void) { puts(\"ran\"); return 3; }\n");
     let mut compiler = Command::new(std::env::var_os("CC").unwrap_or_else(|| "cc".into()));
-    if !compiler.args(["-static", "-o"]).arg(place.at("static")).arg(source).status().unwrap().success() {
+    if !compiler.args(["-static", "-o"]).arg(test_dir.at("static")).arg(source).status().unwrap().success() {
         println!("skipped: this machine has no static C library");
         return;
     }
-    let mut command = process(&place, &["run", "--", "./static"]);
+    let mut command = process(&test_dir, &["run", "--", "./static"]);
     let ran = Ran::of(command.env("VRAMLAB_CUDA", driver).output().unwrap());
     assert_eq!((ran.code, ran.stdout.as_str()), (Some(3), "ran\n"));
     assert!(ran.stderr.contains("./static is linked statically"), "{ran:?}");
@@ -106,8 +106,8 @@ fn a_static_program_runs_unchanged_and_the_reason_is_said() {
 #[test]
 #[ignore = "needs a C compiler"]
 fn managed_and_pinned_memory_is_kept_on_request() {
-    let place = Place::new();
-    let Some(driver) = build(&place) else { return };
+    let test_dir = TestDir::new();
+    let Some(driver) = build(&test_dir) else { return };
     let words = [
         "run",
         "--alloc",
@@ -121,10 +121,10 @@ fn managed_and_pinned_memory_is_kept_on_request() {
         "dlsym",
         "kinds",
     ];
-    let mut command = process(&place, &words);
+    let mut command = process(&test_dir, &words);
     command
         .env("VRAMLAB_CUDA", &driver)
-        .env("LD_LIBRARY_PATH", place.at("."))
+        .env("LD_LIBRARY_PATH", test_dir.at("."))
         .env("POOLED", "1")
         .env_remove("LD_PRELOAD");
     let ran = Ran::of(command.output().unwrap()).ok();
@@ -134,13 +134,13 @@ fn managed_and_pinned_memory_is_kept_on_request() {
 #[test]
 #[ignore = "needs a C compiler"]
 fn scripts_and_pipelines_are_observed_through_the_programs_that_they_start() {
-    let place = Place::new();
-    let Some(driver) = build(&place) else { return };
-    place.program("script.sh", "#!/bin/sh\n./program dlsym loop\n");
+    let test_dir = TestDir::new();
+    let Some(driver) = build(&test_dir) else { return };
+    test_dir.program("script.sh", "#!/bin/sh\n./program dlsym loop\n");
     for command in [&["./script.sh"][..], &["sh", "-c", "./program dlsym loop | cat"]] {
         let words: Vec<&str> = ["run", "--alloc", "caching", "--"].iter().chain(command).copied().collect();
-        let mut run = process(&place, &words);
-        run.env("VRAMLAB_CUDA", &driver).env("LD_LIBRARY_PATH", place.at(".")).env_remove("LD_PRELOAD");
+        let mut run = process(&test_dir, &words);
+        run.env("VRAMLAB_CUDA", &driver).env("LD_LIBRARY_PATH", test_dir.at(".")).env_remove("LD_PRELOAD");
         let ran = Ran::of(run.output().unwrap()).ok();
         assert!(ran.stdout.contains("equal") && ran.stderr.contains("1 process used CUDA under caching"), "{ran:?}");
     }
@@ -149,12 +149,12 @@ fn scripts_and_pipelines_are_observed_through_the_programs_that_they_start() {
 #[test]
 #[ignore = "needs a C compiler"]
 fn a_limit_on_addresses_shortens_the_record() {
-    let place = Place::new();
-    let Some(driver) = build(&place) else { return };
-    let mut command = process(&place, &["run", "--", "sh", "-c", "ulimit -v 1000000; ./program dlsym loop"]);
+    let test_dir = TestDir::new();
+    let Some(driver) = build(&test_dir) else { return };
+    let mut command = process(&test_dir, &["run", "--", "sh", "-c", "ulimit -v 1000000; ./program dlsym loop"]);
     command
         .env("VRAMLAB_CUDA", &driver)
-        .env("LD_LIBRARY_PATH", place.at("."))
+        .env("LD_LIBRARY_PATH", test_dir.at("."))
         .env("PLAIN", "1")
         .env_remove("LD_PRELOAD");
     let ran = Ran::of(command.output().unwrap()).ok();
@@ -164,32 +164,32 @@ fn a_limit_on_addresses_shortens_the_record() {
 #[test]
 #[ignore = "needs a C compiler"]
 fn the_place_of_a_wait_and_the_kernel_before_it_are_named() {
-    let place = Place::new();
-    let Some(driver) = build(&place) else { return };
+    let test_dir = TestDir::new();
+    let Some(driver) = build(&test_dir) else { return };
     // With lines.
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../inject/tests/c/program.c");
     let mut compiler = Command::new(std::env::var_os("CC").unwrap_or_else(|| "cc".into()));
-    let compiler = compiler.args(["-std=gnu11", "-O0", "-g", "-o"]).arg(place.at("program")).arg(&source);
+    let compiler = compiler.args(["-std=gnu11", "-O0", "-g", "-o"]).arg(test_dir.at("program")).arg(&source);
     assert!(compiler.args(["-ldl", "-lpthread"]).status().unwrap().success());
     let text = std::fs::read_to_string(&source).unwrap();
     let line = 1 + text.lines().position(|line| line.contains("CHECK(cuMemFree(y) == 0);")).unwrap();
     let words = ["run", "--no-advise", "-o", "out", "--", "./program", "dlsym", "loop"];
-    let mut command = process(&place, &words);
+    let mut command = process(&test_dir, &words);
     command
         .env("VRAMLAB_CUDA", &driver)
-        .env("LD_LIBRARY_PATH", place.at("."))
+        .env("LD_LIBRARY_PATH", test_dir.at("."))
         .env("PLAIN", "1")
         .env_remove("LD_PRELOAD");
     command.env("DRIVER_WORK", "1").env("DRIVER_NAP", "300");
     let ran = Ran::of(command.output().unwrap()).ok();
     let wait = format!("most in cudaFree (cuMemFree) at program.c:{line}, behind gemm;");
     assert!(ran.stderr.contains(&wait), "{wait}: {ran:?}");
-    let left = record(&place, "out");
+    let left = record(&test_dir, "out");
     let site = &left["cuda"][0]["sites"][0];
     assert_eq!((&site["site"], &site["behind"]), (&format!("program.c:{line}").into(), &"gemm".into()));
     // The history has the frames once for each stack, without what starts a program.
     let history = left["cuda"][0]["histories"][0].as_str().unwrap();
-    let text = std::fs::read_to_string(place.at(history)).unwrap();
+    let text = std::fs::read_to_string(test_dir.at(history)).unwrap();
     let lines: Vec<serde_json::Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     let with_frames: Vec<_> = lines.iter().filter(|line| line.get("frames").is_some()).collect();
     assert_eq!(with_frames.len(), 4, "{with_frames:?}");
@@ -199,24 +199,24 @@ fn the_place_of_a_wait_and_the_kernel_before_it_are_named() {
     }
     let free = lines.iter().find(|line| line["action"] == "free_requested").unwrap();
     assert_eq!((&free["behind"], free["stack"].is_u64()), (&"_Z4gemmPfi".into(), true));
-    place.run(&["explain", history]).ok();
+    test_dir.run(&["explain", history]).ok();
     let off = ["run", "--no-advise", "--stacks", "off", "-o", "off", "--", "./program", "dlsym", "loop"];
-    let mut command = process(&place, &off);
+    let mut command = process(&test_dir, &off);
     command
         .env("VRAMLAB_CUDA", &driver)
-        .env("LD_LIBRARY_PATH", place.at("."))
+        .env("LD_LIBRARY_PATH", test_dir.at("."))
         .env("PLAIN", "1")
         .env_remove("LD_PRELOAD");
     Ran::of(command.output().unwrap()).ok();
-    assert_eq!(record(&place, "off")["cuda"][0]["sites"][0]["site"], serde_json::Value::Null);
+    assert_eq!(record(&test_dir, "off")["cuda"][0]["sites"][0]["site"], serde_json::Value::Null);
 }
 
 #[test]
 #[ignore = "needs a C compiler"]
 fn libraries_that_are_loaded_in_front_already_stay() {
-    let place = Place::new();
-    let Some(driver) = build(&place) else { return };
-    let mut command = process(&place, &["run", "--", "sh", "-c", "echo $LD_PRELOAD"]);
+    let test_dir = TestDir::new();
+    let Some(driver) = build(&test_dir) else { return };
+    let mut command = process(&test_dir, &["run", "--", "sh", "-c", "echo $LD_PRELOAD"]);
     command.env("VRAMLAB_CUDA", &driver).env("LD_PRELOAD", &driver);
     let ran = Ran::of(command.output().unwrap()).ok();
     let line = ran.stdout.lines().next().unwrap();
@@ -226,10 +226,10 @@ fn libraries_that_are_loaded_in_front_already_stay() {
 
 #[test]
 fn an_option_for_the_driver_is_refused_where_there_is_none() {
-    let place = Place::new();
-    let missing = place.at("missing");
+    let test_dir = TestDir::new();
+    let missing = test_dir.at("missing");
     for option in ["--at-driver", "--poison", "--free=waits", "--pool=managed,pinned"] {
-        let mut command = process(&place, &["run", option, "--", "true"]);
+        let mut command = process(&test_dir, &["run", option, "--", "true"]);
         let ran = Ran::of(command.env("VRAMLAB_CUDA", &missing).output().unwrap());
         if ran.code == Some(0) {
             println!("skipped: this machine has a CUDA driver");
@@ -243,12 +243,12 @@ fn an_option_for_the_driver_is_refused_where_there_is_none() {
 #[test]
 #[ignore = "needs a C compiler"]
 fn the_three_ways_to_free_are_compared() {
-    let place = Place::new();
-    let Some(driver) = build(&place) else { return };
+    let test_dir = TestDir::new();
+    let Some(driver) = build(&test_dir) else { return };
     let tried = |options: &[&str], test: &str| {
         let words = [&["try"], options, &["--", "./program", "dlsym", test]].concat();
-        let mut command = process(&place, &words);
-        command.env("VRAMLAB_CUDA", &driver).env("LD_LIBRARY_PATH", place.at(".")).env_remove("LD_PRELOAD");
+        let mut command = process(&test_dir, &words);
+        command.env("VRAMLAB_CUDA", &driver).env("LD_LIBRARY_PATH", test_dir.at(".")).env_remove("LD_PRELOAD");
         Ran::of(command.env("QUIET", "1").output().unwrap())
     };
     let found = tried(&["--rounds", "2", "--json", "--alloc", "caching", "--alloc", "naive"], "loop").ok().json();
@@ -274,11 +274,11 @@ fn the_three_ways_to_free_are_compared() {
 #[test]
 #[ignore = "needs a C compiler"]
 fn an_output_that_an_allocator_changes_is_said() {
-    let place = Place::new();
-    let Some(driver) = build(&place) else { return };
+    let test_dir = TestDir::new();
+    let Some(driver) = build(&test_dir) else { return };
     // It prints how often it called the driver, which an allocator changes.
-    let mut command = process(&place, &["try", "--rounds", "2", "--", "./program", "dlsym", "loop"]);
-    command.env("VRAMLAB_CUDA", &driver).env("LD_LIBRARY_PATH", place.at(".")).env_remove("LD_PRELOAD");
+    let mut command = process(&test_dir, &["try", "--rounds", "2", "--", "./program", "dlsym", "loop"]);
+    command.env("VRAMLAB_CUDA", &driver).env("LD_LIBRARY_PATH", test_dir.at(".")).env_remove("LD_PRELOAD");
     let ran = Ran::of(command.output().unwrap()).ok();
     assert!(
         ran.stdout.contains("caching, ordered differs from the unchanged program: line 1 of the output"),

@@ -9,13 +9,13 @@ fn mode(path: &Path) -> u32 {
 
 #[test]
 fn secrets_of_the_command_line_are_not_kept() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     let words =
         ["--api-key", "a1-x", "--token=b2-x", "HF_TOKEN=c3-x", "https://me:d4-x@host/", "PASSWORD=e5-x run", "plain"];
     let arguments = [&["run", "--output", "out", "--", "sh", "-c", "exit 7", "sh"][..], &words].concat();
-    let (status, said) = ended(process(&place, &arguments));
+    let (status, said) = ended(process(&test_dir, &arguments));
     assert_eq!(status.code(), Some(7), "{said}");
-    let text = std::fs::read_to_string(place.at("out/program.json")).unwrap();
+    let text = std::fs::read_to_string(test_dir.at("out/program.json")).unwrap();
     for secret in ["a1-x", "b2-x", "c3-x", "d4-x", "e5-x"] {
         assert!(!text.contains(secret) && !said.contains(secret), "{text}");
     }
@@ -25,22 +25,25 @@ fn secrets_of_the_command_line_are_not_kept() {
 #[test]
 #[ignore = "needs Python 3"]
 fn secrets_are_not_in_what_processes_write() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     let arguments = ["run", "--output", "out", "--", "python3", "script.py", "--api-key", "a1-x", "TOKEN=b2-x"];
-    let (status, said) = ended(torch(&place, process(&place, &arguments), "import torch\ntorch.cuda.init()\n"));
+    let (status, said) = ended(torch(&test_dir, process(&test_dir, &arguments), "import torch\ntorch.cuda.init()\n"));
     assert_eq!(status.code(), Some(0), "{said}");
-    for name in common::names(&place.at("out")).iter().filter(|name| name.ends_with(".json")) {
-        let text = std::fs::read_to_string(place.at("out").join(name)).unwrap();
+    for name in common::names(&test_dir.at("out")).iter().filter(|name| name.ends_with(".json")) {
+        let text = std::fs::read_to_string(test_dir.at("out").join(name)).unwrap();
         assert!(!text.contains("a1-x") && !text.contains("b2-x"), "{name}: {text}");
     }
 }
 
 #[test]
 fn others_cannot_read_a_folder_that_is_made_nor_its_record() {
-    let place = Place::new();
+    let test_dir = TestDir::new();
     let open = |arguments: &[&str]| {
         let mut shell = Command::new("sh");
-        shell.args(["-c", "umask 0; exec \"$0\" \"$@\"", common::PROGRAM]).args(arguments).current_dir(place.at("."));
+        shell
+            .args(["-c", "umask 0; exec \"$0\" \"$@\"", common::PROGRAM])
+            .args(arguments)
+            .current_dir(test_dir.at("."));
         with_signals(&mut shell);
         let (status, said) = ended(shell);
         assert_eq!(status.code(), Some(0), "{said}");
@@ -48,38 +51,38 @@ fn others_cannot_read_a_folder_that_is_made_nor_its_record() {
     open(&["run", "-q", "--", "true"]);
     open(&["run", "-q", "--output", "out", "--", "true"]);
     for folder in ["vramlab-run-1", "out"] {
-        let folder = place.at(folder);
+        let folder = test_dir.at(folder);
         assert_eq!((mode(&folder), mode(&folder.join("program.json"))), (0o700, 0o600));
     }
     // One of an earlier version, in a folder that the user has made.
-    std::fs::set_permissions(place.at("out"), PermissionsExt::from_mode(0o755)).unwrap();
-    std::fs::set_permissions(place.at("out/program.json"), PermissionsExt::from_mode(0o644)).unwrap();
+    std::fs::set_permissions(test_dir.at("out"), PermissionsExt::from_mode(0o755)).unwrap();
+    std::fs::set_permissions(test_dir.at("out/program.json"), PermissionsExt::from_mode(0o644)).unwrap();
     open(&["run", "-q", "--output", "out", "--", "true"]);
-    assert_eq!((mode(&place.at("out")), mode(&place.at("out/program.json"))), (0o755, 0o600));
+    assert_eq!((mode(&test_dir.at("out")), mode(&test_dir.at("out/program.json"))), (0o755, 0o600));
 }
 
 #[test]
 #[ignore = "needs Python 3"]
 fn others_cannot_read_snapshots() {
-    let place = Place::new();
-    let command = process(&place, &["run", "--output", "out", "--", "sh", "-c", "umask 0; python3 script.py"]);
-    let (status, said) = ended(torch(&place, command, "import torch\ntorch.cuda.init()\n"));
+    let test_dir = TestDir::new();
+    let command = process(&test_dir, &["run", "--output", "out", "--", "sh", "-c", "umask 0; python3 script.py"]);
+    let (status, said) = ended(torch(&test_dir, command, "import torch\ntorch.cuda.init()\n"));
     assert_eq!(status.code(), Some(0), "{said}");
-    let names = common::names(&place.at("out"));
+    let names = common::names(&test_dir.at("out"));
     assert_eq!(names.len(), 3, "{names:?}");
-    names.iter().for_each(|name| assert_eq!(mode(&place.at("out").join(name)), 0o600, "{name}"));
+    names.iter().for_each(|name| assert_eq!(mode(&test_dir.at("out").join(name)), 0o600, "{name}"));
 }
 
 #[test]
 fn an_allocator_that_was_not_put_in_is_said_first() {
-    let place = Place::new();
-    let command = process(&place, &["run", "--output", "out", "--alloc", "remap", "--", "sh", "-c", "exit 7"]);
+    let test_dir = TestDir::new();
+    let command = process(&test_dir, &["run", "--output", "out", "--alloc", "remap", "--", "sh", "-c", "exit 7"]);
     let (status, said) = ended(command);
     assert_eq!(status.code(), Some(7));
     let lines: Vec<&str> = said.lines().collect();
     assert!(lines[0].contains("remap was NOT put under PyTorch: ") && lines[0].contains("-I, -E and -S"), "{said}");
     assert!(lines[1].contains("exit code 7") && lines[1].contains("nothing is recorded"), "{said}");
-    let left = record(&place, "out");
+    let left = record(&test_dir, "out");
     assert_eq!((&left["allocator"], &left["allocator_installed"]), (&json!("remap"), &json!(false)));
 }
 
@@ -87,12 +90,12 @@ fn an_allocator_that_was_not_put_in_is_said_first() {
 #[ignore = "needs Python 3"]
 fn python_without_the_start_hook_is_named() {
     for option in ["-I", "-E", "-S"] {
-        let place = Place::new();
+        let test_dir = TestDir::new();
         // Isolated, it does not find the stand-in by itself.
         let script =
             "import os, sys\nsys.path.insert(0, os.environ['FAKE'])\nimport torch\ntorch.cuda.init()\nprint('ran')\n";
         let arguments = ["run", "--output", "out", "--alloc", "remap", "--", "python3", option, "script.py"];
-        let mut command = torch(&place, process(&place, &arguments), script);
+        let mut command = torch(&test_dir, process(&test_dir, &arguments), script);
         command.env("FAKE", root().join("python/tests/fake"));
         let live = Live::start(command);
         assert_eq!(live.line(), "ran", "{option}");
@@ -114,13 +117,13 @@ fn a_rank_that_is_none_leaves_the_record() {
         ("SLURM_PROCID", "٣"),
         ("RANK", &"9".repeat(5000)),
     ] {
-        let place = Place::new();
-        let command = process(&place, &["run", "--output", "out", "--", "python3", "script.py"]);
-        let mut command = torch(&place, command, "import sys, torch\ntorch.cuda.init()\nsys.exit(7)\n");
+        let test_dir = TestDir::new();
+        let command = process(&test_dir, &["run", "--output", "out", "--", "python3", "script.py"]);
+        let mut command = torch(&test_dir, command, "import sys, torch\ntorch.cuda.init()\nsys.exit(7)\n");
         command.env(variable, rank);
         let (status, said) = ended(command);
         assert_eq!(status.code(), Some(7), "{said}");
-        let left = record(&place, "out");
+        let left = record(&test_dir, "out");
         assert_eq!(left["processes"].as_array().map(Vec::len), Some(1), "{variable}={rank}: {said}");
         assert_eq!(left["processes"][0]["rank"], Value::Null);
         assert!(said.contains("1 snapshot in out"), "{said}");

@@ -1,13 +1,13 @@
 //! Shared code of the program's tests: a small spec, and the output of its runs.
 
 #[allow(dead_code, reason = "the tests of `vramlab` use all of it")]
-#[path = "../../../../app/cli/tests/common/place.rs"]
-mod place;
+#[path = "../../../../app/cli/tests/common/test_dir.rs"]
+mod test_dir;
 
-pub(crate) use place::*;
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::Path;
+pub(crate) use test_dir::*;
 
 /// A small spec on iris: two allocators, two widths.
 pub(crate) const SMALL: &str = r#"
@@ -27,8 +27,8 @@ alloc = ["naive", "caching"]
 hidden = [5, 9]
 "#;
 
-pub(crate) fn run(place: &Place, more: &[&str]) -> Ran {
-    place.run(&[&["run", "small.toml", "--device", "sim", "-o", "out"], more].concat())
+pub(crate) fn run(test_dir: &TestDir, more: &[&str]) -> Ran {
+    test_dir.run(&[&["run", "small.toml", "--device", "sim", "-o", "out"], more].concat())
 }
 
 pub(crate) fn json_at(path: &Path) -> Value {
@@ -37,8 +37,8 @@ pub(crate) fn json_at(path: &Path) -> Value {
 }
 
 /// Each run's directory with the text of its `run.json`.
-pub(crate) fn runs(place: &Place, out: &str) -> BTreeMap<String, String> {
-    let folder = place.at(out).join("small/runs");
+pub(crate) fn runs(test_dir: &TestDir, out: &str) -> BTreeMap<String, String> {
+    let folder = test_dir.at(out).join("small/runs");
     let read = |name: String| (name.clone(), std::fs::read_to_string(folder.join(name).join("run.json")).unwrap());
     names(&folder).into_iter().map(read).collect()
 }

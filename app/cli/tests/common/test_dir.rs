@@ -32,7 +32,7 @@ pub(crate) const PROGRAM: &str = match (option_env!("CARGO_BIN_EXE_vramlab"), op
 };
 
 /// A temporary directory.
-pub(crate) struct Place(pub(crate) TempDir);
+pub(crate) struct TestDir(pub(crate) TempDir);
 
 /// The output of a process.
 #[derive(Debug)]
@@ -42,7 +42,7 @@ pub(crate) struct Ran {
     pub(crate) stderr: String,
 }
 
-impl Place {
+impl TestDir {
     pub(crate) fn new() -> Self {
         Self(TempDir::new().unwrap())
     }
@@ -102,7 +102,7 @@ impl Place {
     }
 }
 
-impl Place {
+impl TestDir {
     /// Runs the printed next command in a shell, repeatedly.
     pub(crate) fn pasted(&self, mut text: String, steps: u32) {
         for _ in 0..steps {
@@ -124,8 +124,8 @@ pub(crate) fn names(directory: &std::path::Path) -> Vec<String> {
 }
 
 /// The stdout of the program, started by its path.
-pub(crate) fn by_path(place: &Place, arguments: &[&str]) -> String {
-    Ran::of(place.process(arguments).env_remove("CARGO").output().unwrap()).ok().stdout
+pub(crate) fn by_path(test_dir: &TestDir, arguments: &[&str]) -> String {
+    Ran::of(test_dir.process(arguments).env_remove("CARGO").output().unwrap()).ok().stdout
 }
 
 /// The last two lines of a pipe's output: the result, and the next command.
