@@ -16,7 +16,7 @@
 //!    streams' blocks are not searched, because work of those streams may still use them.
 //! 5. When none fits, the `ladder` is tried: a segment from the device, and if it has no memory, after a cache flush. Small
 //!    requests share segments of 2 MiB, and those below 10 MiB segments of 20 MiB. Larger ones get a segment of their own, in
-//!    multiples of 2 MiB.
+//!    multiples of 2 MiB (`policy/size/torch.rs`, tested by its `segments_by_size`).
 //! 6. The remainder of the block is split off and stays free, if it is at least 512 bytes in the small pool, or more than 1 MiB in
 //!    the large one.
 //!
