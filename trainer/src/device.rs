@@ -294,7 +294,7 @@ pub(crate) struct Backend {
     pub(crate) library: Option<(String, String)>,
 }
 
-/// What sums over all ranks cost before any other work.
+/// Times of sums over all ranks before any other work.
 #[derive(Clone, Debug)]
 pub(crate) struct SumCosts {
     /// Device memory that connecting took.

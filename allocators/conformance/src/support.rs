@@ -1,4 +1,4 @@
-//! What the checks share: devices of a chosen size, blocks without ceremony, random numbers that repeat, and what holds of
+//! Shared by the checks: devices of a chosen size, blocks without ceremony, random numbers that repeat, and what holds of
 //! statistics at every moment.
 
 use super::demand::{Asked, Outcome as _, demand, demand_eq};

@@ -65,7 +65,7 @@ fn run(works: &[u64], graph: bool) -> Vec<(u64, u64)> {
 }
 
 #[test]
-fn a_collective_starts_with_the_last_rank_and_ends_for_all_at_once() {
+fn a_collective_starts_with_the_last_rank_and_ends_for_all() {
     for graph in [false, true] {
         let ends = run(&[1_000_000, 5_000_000, 2_000_000], graph);
         assert_eq!(ends[0].0, ends[1].0, "graph: {graph}");

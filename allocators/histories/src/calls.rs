@@ -228,7 +228,7 @@ pub struct NotedFrame {
     pub address: u64,
 }
 
-/// What records refer to by number. A process writes each line when its number is first used.
+/// A value that records refer to by number. A process writes each line when its number is first used.
 #[derive(Clone, Debug, Default)]
 pub struct Notes {
     behind: BTreeMap<u16, String>,

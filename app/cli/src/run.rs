@@ -37,7 +37,7 @@ pub(crate) use summary::missing_allocator;
 /// Time for the program to end after SIGTERM.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// What `run` and `try` are told alike.
+/// Options of both `run` and `try`.
 #[derive(Clone, Debug, Args)]
 pub(crate) struct Recorded {
     /// Most bytes that PyTorch may reserve on each GPU, such as 24GiB
@@ -116,7 +116,7 @@ pub(crate) struct RunArgs {
 /// Runs the program, and ends as it ended, whatever becomes of its records.
 ///
 /// # Errors
-/// What stands in the way of starting it.
+/// Why it cannot be started.
 pub(crate) fn run(args: &RunArgs) -> Result<()> {
     let recorded = &args.recorded;
     let at_driver = at_driver(args)?;
@@ -178,7 +178,7 @@ fn at_driver(args: &RunArgs) -> Result<Result<AtDriver, String>> {
     }
 }
 
-/// What went wrong with the records of a program that has ended. It is no error of the program's.
+/// A fault in the records of a program that has ended. It is not an error of the program.
 pub(crate) fn report_problem(text: impl std::fmt::Display) {
     say(&format!("vramlab  {text}"));
 }

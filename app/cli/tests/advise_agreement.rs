@@ -82,7 +82,7 @@ fn out_of_memory_after_free(streams: bool) -> Story {
 }
 
 #[test]
-fn failed_requests_are_in_the_bounds_and_plain_frees_do_not_wait() {
+fn failed_requests_are_in_bounds_and_plain_frees_do_not_wait() {
     let test_dir = TestDir::new();
     for streams in [false, true] {
         let file = test_dir.write("oom.json", out_of_memory_after_free(streams).text());
@@ -105,7 +105,7 @@ fn section<'a>(screen: &'a str, title: &str) -> Vec<&'a str> {
 }
 
 #[test]
-fn next_best_lists_only_what_is_better_than_the_current_settings() {
+fn next_best_lists_only_better_than_the_current_settings() {
     let test_dir = TestDir::new();
     let file = test_dir.write("pending.json", pending_at_end(false).text());
     let screen = test_dir.run(&["advise", &file]).ok().stdout;
@@ -125,7 +125,7 @@ fn next_best_lists_only_what_is_better_than_the_current_settings() {
 }
 
 #[test]
-fn row_of_the_current_settings_has_the_same_figures_as_the_others() {
+fn row_of_the_current_settings_has_the_others_figures() {
     let test_dir = TestDir::new();
     let file = test_dir.write("oom.json", out_of_memory_after_free(false).text());
     let advice = test_dir.run(&["advise", &file, "--json"]).ok().json();

@@ -185,7 +185,7 @@ fn several(version: Version) -> Export {
 }
 
 #[test]
-fn the_page_shows_processes_devices_graphs_stacks_and_lost_events() {
+fn the_page_shows_processes_devices_stacks_and_lost_events() {
     for version in [Version::Old, Version::New] {
         let export = several(version);
         let page = export.path.with_extension("html");

@@ -168,7 +168,7 @@ fn signals_go_to_the_program() {
         assert_eq!(live.line(), "got");
         assert_eq!(live.end().0.code(), Some(5), "{signal:?}");
     }
-    // What is ignored stays so, as under nohup.
+    // Ignored signals stay ignored, as under nohup.
     let mut nohup = Command::new("sh");
     with_signals(&mut nohup);
     let script = format!("trap '' HUP; exec {} run -- sh -c 'kill -HUP $$; echo alive'", common::PROGRAM);
@@ -263,7 +263,7 @@ fn a_run_is_recorded_and_ten_lines_say_what_it_took() {
 
 #[test]
 #[ignore = "needs Python 3"]
-fn quiet_says_nothing_and_files_of_an_earlier_run_are_not_this_ones() {
+fn quiet_says_nothing_and_skips_files_of_an_earlier_run() {
     let test_dir = TestDir::new();
     for _ in 0..2 {
         let command =
@@ -278,7 +278,7 @@ fn quiet_says_nothing_and_files_of_an_earlier_run_are_not_this_ones() {
 
 #[test]
 #[ignore = "needs Python 3"]
-fn ranks_of_a_shell_script_are_recorded_and_a_signal_asks_each_for_a_snapshot() {
+fn a_signal_asks_each_rank_of_a_script_for_a_snapshot() {
     let test_dir = TestDir::new();
     let launcher = "for rank in 0 1; do RANK=$rank python3 script.py & done; wait; echo over; exit 4";
     let command = process(&test_dir, &["run", "--output", "out", "--no-frames", "--", "sh", "-c", launcher]);
@@ -334,7 +334,7 @@ fn what_was_predicted_stands_beside_what_was_measured() {
     let tried = ran.json();
     let runs = tried["runs"].as_array().unwrap();
     assert_eq!((&runs[0]["name"], &runs[1]["conf"]), (&json!("as it is"), &json!("expandable_segments:True")));
-    // What the program prints is not lost.
+    // The program's output is not lost.
     assert!(ran.stderr.contains("conf None\n") && ran.stderr.contains("conf expandable_segments:True\n"), "{ran:#?}");
     assert_eq!(runs[1]["predicted_reserved_bytes"], tried["advice"]["predicted_reserved_bytes"]);
     assert_eq!((&runs[1]["reserved_bytes"], &runs[1]["steps"]), (&json!(300_u64 << 20), &json!(4)));
@@ -432,7 +432,7 @@ fn pinned_memory_is_read_from_pickles_too() {
 }
 
 #[test]
-fn what_was_sampled_of_the_gpu_is_a_line_of_the_ledger_and_a_curve() {
+fn samples_of_the_gpu_are_a_line_of_the_ledger_and_a_curve() {
     let test_dir = TestDir::new();
     let file = test_dir.write("pid7.json", with_host_memory().to_string());
     assert_eq!(test_dir.run(&["explain", &file, "--json"]).ok().json()["beside"], Value::Null);

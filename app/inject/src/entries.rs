@@ -17,7 +17,7 @@ use crate::serve::SUCCESS;
 use crate::{record, serve};
 use vramlab_histories::calls::{Call, CallRecord, Served};
 
-/// What a call is about.
+/// The subject of a call.
 #[derive(Clone, Copy)]
 struct About {
     call: Call,

@@ -19,7 +19,7 @@ pub(crate) enum Kind {
     Pinned,
 }
 
-/// What has to be equal for memory to serve a request.
+/// The properties that memory and a request must share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Key {
     kind: Kind,
@@ -30,7 +30,7 @@ struct Key {
 
 #[derive(Default)]
 struct Kept {
-    /// What the program holds, by address.
+    /// The program's live memory, by address.
     held: HashMap<u64, Key>,
     ready: HashMap<Key, Vec<u64>>,
     /// Freed, with work before it that may still run.

@@ -24,7 +24,7 @@ static NOTES: AtomicPtr<File> = AtomicPtr::new(std::ptr::null_mut());
 static BEHIND: Mutex<BTreeMap<String, u16>> = Mutex::new(BTreeMap::new());
 /// Whether `BEHIND` is this process's.
 static BEHIND_KNOWN: AtomicBool = AtomicBool::new(false);
-/// What was queued last when its name was last asked for, and the number of that name.
+/// The last queued work when its name was last looked up, and the number of that name.
 static BEHIND_LAST: Mutex<(u64, u16)> = Mutex::new((u64::MAX, 0));
 
 /// Writes a line into the notes.
@@ -291,7 +291,7 @@ impl Place {
         for (offset, word) in words.iter().enumerate().skip(1) {
             map.word(first + offset).store(*word, Relaxed);
         }
-        // What is complete has a first word.
+        // A complete entry has a first word.
         map.word(first).store(words[0], Release);
     }
 }

@@ -51,7 +51,7 @@ pub(crate) struct Served {
     live: AtomicU64,
 }
 
-/// What is known of a context: an allocator, or that it is left to the driver.
+/// By context: its allocator, or that it is left to the driver.
 static CONTEXTS: Mutex<Vec<(u64, Option<&'static Served>)>> = Mutex::new(Vec::new());
 /// Changes when a context is forgotten. Not 0.
 static EPOCH: AtomicU64 = AtomicU64::new(1);

@@ -1,10 +1,10 @@
-//! What `vramlab run` says to the library, in the environment.
+//! Settings that `vramlab run` passes to the library in the environment.
 
 use std::path::PathBuf;
 use std::sync::OnceLock;
 use vramlab_policies::Selection;
 
-/// What a free of memory does that is usable on every stream.
+/// How memory is freed that is usable on every stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Free {
     /// Memory is the driver's: nothing is served, only timed.

@@ -30,7 +30,7 @@ pub(crate) static MULTI: AtomicU8 = AtomicU8::new(0);
 
 /// How often work was queued, roughly: trampolines raise it without a lock.
 pub(crate) static QUEUED: AtomicU32 = AtomicU32::new(0);
-/// What was queued last: a kernel's handle, or the number of an entry point. Trampolines write it.
+/// The last queued work: a kernel's handle, or the number of an entry point. Trampolines write it.
 pub(crate) static LAST: AtomicU64 = AtomicU64::new(0);
 /// 1 once the legacy stream or a thread's default stream has had work. Trampolines write it.
 pub(crate) static LEGACY_WORK: AtomicU8 = AtomicU8::new(0);
@@ -188,7 +188,7 @@ pub(crate) fn kernel_alias(handle: u64, of: u64) {
     }
 }
 
-/// What was queued last, in words: `None` if nothing was, or the program looked the kernel up in another way.
+/// The last queued work, in words: `None` if there was none, or the program looked the kernel up in another way.
 pub(crate) fn last_work() -> Option<String> {
     const KERNELS: u64 = 1 << 16;
     let last = LAST.load(Acquire);

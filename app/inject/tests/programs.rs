@@ -1,4 +1,4 @@
-//! What programs see: the same results as without the library, however they find the driver's functions.
+//! Programs get the same results as without the library, however they find the driver's functions.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -226,7 +226,7 @@ fn an_unknown_allocator_is_said_and_the_program_runs() {
 
 #[test]
 #[ignore = "needs a C compiler"]
-fn a_driver_before_stream_ordered_memory_is_recorded_and_not_replaced() {
+fn a_driver_before_stream_ordered_memory_is_only_recorded() {
     let (built, folder) = (Built::get(), tempfile::tempdir().unwrap());
     for alloc in [None, Some("caching")] {
         for test in ["loop", "streams", "contexts"] {

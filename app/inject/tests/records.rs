@@ -1,4 +1,4 @@
-//! What is recorded.
+//! The records.
 
 use crate::programs::{Built, equal};
 use std::fs::File;
@@ -66,7 +66,7 @@ fn what_the_driver_serves_is_recorded_with_its_wait() {
 
 #[test]
 #[ignore = "needs a C compiler"]
-fn a_free_waits_for_the_work_before_it_and_the_last_kernel_is_noted() {
+fn a_free_waits_for_earlier_work_and_notes_the_last_kernel() {
     let folder = tempfile::tempdir().unwrap();
     let mut command = Built::get().with("address2", "loop", None, folder.path());
     equal(command.env("DRIVER_WORK", "1").env("DRIVER_NAP", "300"));
@@ -121,7 +121,7 @@ fn a_record_is_complete_up_to_a_crash() {
 
 #[test]
 #[ignore = "needs a C compiler"]
-fn a_child_that_was_forked_before_cuda_started_has_a_record_of_its_own() {
+fn a_child_forked_before_cuda_started_has_its_own_record() {
     let folder = tempfile::tempdir().unwrap();
     equal(&mut Built::get().with("address2", "fork", Some("caching"), folder.path()));
     let mut counts: Vec<usize> = records(folder.path()).iter().map(|calls| calls.records.len()).collect();

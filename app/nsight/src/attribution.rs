@@ -51,7 +51,7 @@ pub struct Wait {
     pub return_ns: i64,
 }
 
-/// What a capture shows of the calls of one name.
+/// The calls of one name in a capture.
 #[derive(Clone, Debug)]
 pub struct Evidence {
     /// Calls.

@@ -235,7 +235,7 @@ impl<'t, 'c> Reader<'t, 'c> {
         self.details()
     }
 
-    /// What other tables say of calls: streams, events, sizes.
+    /// Streams, events and sizes of calls, from other tables.
     fn details(&mut self) -> rusqlite::Result<()> {
         let tables = self.tables;
         let calls = &mut self.capture.calls;

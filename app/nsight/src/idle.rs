@@ -1,4 +1,4 @@
-//! What the device did between its work: idle times with their causes, and how long launches take to arrive.
+//! The device between its work: idle times with their causes, and how long launches take to arrive.
 
 use crate::attribution::median;
 use crate::capture::Capture;

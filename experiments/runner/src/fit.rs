@@ -319,7 +319,7 @@ mod tests {
     }
 
     #[test]
-    fn finds_what_misses_cost_from_cold_timings_or_from_single_launches() {
+    fn finds_cost_of_misses_from_cold_timings_or_single_launches() {
         let folder = tempfile::tempdir().unwrap();
         let line = |timing: &Timing| {
             serde_json::json!({"kernel": "k", "blocks": timing.blocks, "iterations": timing.iterations,

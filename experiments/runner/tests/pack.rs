@@ -82,7 +82,7 @@ fn of_programs_that_pack_into_one_archive_one_does() {
 
 #[cfg(target_os = "linux")]
 #[test]
-fn a_pipe_among_the_files_of_a_run_is_refused_and_not_waited_for() {
+fn a_pipe_among_the_files_of_a_run_is_refused_without_waiting() {
     let test_dir = recorded();
     let runs = test_dir.at("out/small/runs");
     let summary = runs.join(&names(&runs)[0]).join("summary.json");

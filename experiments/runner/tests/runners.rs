@@ -310,7 +310,7 @@ fn status_tells_what_failed_and_refuses_what_is_no_experiment() {
 }
 
 #[test]
-fn several_simulated_runs_at_once_give_what_one_after_the_other_gives() {
+fn parallel_simulated_runs_equal_sequential_ones() {
     let test_dir = TestDir::new();
     test_dir.write("small.toml", SMALL);
     let alone = test_dir.run(&["run", "small.toml", "--device", "sim", "-o", "alone", "--json"]).ok();

@@ -16,7 +16,7 @@ const LAUNCHERS: [[&str; 3]; 3] = [
     ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"],
 ];
 
-/// What a process is to do.
+/// The part of a process in a run.
 #[derive(Debug)]
 pub(crate) enum Part {
     /// All of the run.

@@ -65,7 +65,7 @@ struct State {
 
 type Abort = Box<dyn Fn() + Send + Sync>;
 
-/// What the threads of one rank share.
+/// State that the threads of one rank share.
 struct Shared {
     rank: u32,
     state: Mutex<State>,
@@ -135,7 +135,7 @@ impl Shared {
         }
     }
 
-    /// What one connection brings.
+    /// Messages from one connection.
     fn listen(&self, peer: u32, stream: TcpStream, silence: Duration) {
         let mut input = BufReader::with_capacity(1 << 16, stream);
         loop {

@@ -1,4 +1,4 @@
-//! What simulated ranks agree on: virtual times and sums of gradients.
+//! Agreement between simulated ranks: virtual times and sums of gradients.
 
 use super::Group;
 use crate::error::Result;

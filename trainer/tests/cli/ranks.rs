@@ -27,7 +27,7 @@ fn close(a: &[String], b: &[String], most: f64) {
 }
 
 #[test]
-fn losses_are_the_same_to_the_bit_under_every_allocator_and_every_lifetime_of_buffers() {
+fn losses_are_equal_under_every_allocator_and_buffer_lifetime() {
     let (expected, _) = losses(&["--gpus", "2"]);
     let variants: [&[&str]; 9] = [
         &["--alloc", "naive"],

@@ -166,7 +166,7 @@ fn chosen<R: Read + Seek>(archive: &ZipArchive<R>) -> Result<Entry, ReadError> {
     }
 }
 
-/// What precedes a snapshot in a page that `torch/cuda/_memory_viz.py` writes.
+/// The text before a snapshot in a page that `torch/cuda/_memory_viz.py` writes.
 const EMBEDDED: &[u8] = b"\"base64\": \"";
 /// The snapshot begins within this many bytes.
 const MOST_BEFORE: usize = 1 << 20;

@@ -29,7 +29,7 @@ const OTHER: &str = "#cccccc";
 
 /// The part of a capture that a picture shows.
 pub(crate) struct Window {
-    /// What it is: `step 187`, or its place in the capture.
+    /// Its title: `step 187`, or its place in the capture.
     pub(crate) title: String,
     start: i64,
     end: i64,

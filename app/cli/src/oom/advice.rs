@@ -196,7 +196,7 @@ fn holder(facts: &Facts, finding: Finding) -> Option<String> {
     })
 }
 
-/// What to change, and a setting for it.
+/// A change, and a setting for it.
 fn remedy(source: Reporter, findings: &[Finding]) -> (String, Option<&'static str>) {
     let cause = findings.iter().find(|finding| finding.is_cause()).copied().unwrap_or(Finding::Undecided);
     let others = findings.iter().any(is_elsewhere);

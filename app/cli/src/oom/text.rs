@@ -276,7 +276,7 @@ fn xla(text: &str) -> Option<(Reporter, Facts)> {
     let facts = Facts {
         failures: text.matches("while trying to allocate").count().max(1) as u64,
         requested_bytes: size_after(&joined(message), "while trying to allocate "),
-        // What the compiled function needs in all.
+        // The total need of the compiled function.
         allocated_bytes: message.split_once("total allocation:").and_then(|(_, rest)| size(rest)),
         unallocated_bytes: message.split_once("total fragmentation:").and_then(|(_, rest)| size(rest)),
         ..Facts::default()

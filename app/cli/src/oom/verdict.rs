@@ -1,4 +1,4 @@
-//! What the numbers of an error text alone decide.
+//! Conclusions from the numbers of an error text alone.
 //!
 //! | condition | conclusion |
 //! |---|---|
@@ -15,7 +15,7 @@
 use super::text::{Facts, Reporter};
 use serde::Serialize;
 
-/// What a text shows.
+/// A conclusion from a text.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "kebab-case", tag = "kind", content = "bytes")]
 pub(crate) enum Finding {

@@ -63,7 +63,7 @@ pub(crate) fn answer(args: &AnswerArgs) -> Result<()> {
     })
 }
 
-/// What is advised for a snapshot.
+/// Advice for a snapshot.
 ///
 /// # Errors
 /// Why nothing is, in a few words.
@@ -71,7 +71,7 @@ pub(crate) fn advice_for(snapshot: &Path, limit: Option<u64>) -> Result<First, S
     ask(snapshot, limit, &[])
 }
 
-/// What a program comes to in a replay of its history, under its own settings or an allocator; `None` where memory runs out.
+/// Memory and driver calls of a replay of a program's recording, under its own settings or an allocator; `None` if it runs out of it.
 ///
 /// # Errors
 /// Why that is not known, in a few words.

@@ -290,7 +290,7 @@ impl Memory {
         Ok(out)
     }
 
-    /// What a call means for device memory: the action of a history and its bytes.
+    /// The effect of a call on device memory: the action in a recording and its bytes.
     fn apply(&mut self, record: &CallRecord) -> Option<(&'static str, u64)> {
         const OUT_OF_MEMORY: u16 = 2;
         match record.call {

@@ -1,4 +1,4 @@
-//! What the driver says of the devices while a program runs: memory used in all, and by each process.
+//! Samples of the driver's memory figures while a program runs: used in total, and by each process.
 
 use super::folder::{Folder, create_private, now_ns};
 use super::processes::{Gpu, Process};
@@ -25,7 +25,7 @@ pub(super) struct Sampler {
     result: Receiver<Sampled>,
 }
 
-/// What was sampled.
+/// The samples.
 #[derive(Debug, Default)]
 pub(crate) struct Sampled {
     /// Why nothing was.

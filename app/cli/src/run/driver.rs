@@ -21,7 +21,7 @@ const OTHERS: [&str; 5] = ["libvgpu", "libnvshare", "libcuda", "torch_memory_sav
 /// Libraries that the dynamic linker loads into every program of the machine.
 const MACHINE_PRELOAD: &str = "/etc/ld.so.preload";
 
-/// What a free of memory does that any stream may use (`cudaFree`).
+/// How memory is freed that any stream may use (`cudaFree`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Free {
     /// The driver frees: nothing is served, calls are only timed

@@ -72,7 +72,7 @@ impl Folder {
     pub(crate) fn discard(&self) {
         drop(self.record.borrow_mut().take());
         if self.made {
-            // What is in it stays, and so it does.
+            // A directory with files stays.
             let _ = std::fs::remove_dir(&self.path);
         }
     }

@@ -1,4 +1,4 @@
-//! What each Python process of a run that used CUDA wrote of itself.
+//! Records that each Python process of a run wrote about itself, if it used CUDA.
 
 use super::folder::Folder;
 use super::secrets;
@@ -18,7 +18,7 @@ const ENDING: &str = ".process.json";
 /// A process of the run.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub(crate) struct Process {
-    /// What its files begin with.
+    /// The beginning of its files' names.
     #[serde(skip)]
     pub(super) name: String,
     run: Option<String>,
@@ -138,7 +138,7 @@ fn rank<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u32>, D::Er
     Ok(rank.and_then(|rank| u32::try_from(rank.as_u64()?).ok()))
 }
 
-/// What a run left of its processes.
+/// Records of a run's processes.
 #[derive(Debug, Default)]
 pub(super) struct Records {
     /// In the order of their ranks.
@@ -256,7 +256,7 @@ pub(super) fn ask_for_snapshots(signal: i32, folder: &Path, run: &str) -> Signal
         }
         let mut asked = false;
         for file in record_files(folder) {
-            // What is no record is said at the end.
+            // A file that is not a record is named at the end.
             let Ok(Some(process)) = read(&file, run) else { continue };
             let takes = process.takes_signal && process.state == "running";
             let pid = i32::try_from(process.pid).ok().and_then(Pid::from_raw);

@@ -42,7 +42,7 @@ struct Scan<'a> {
 
 impl<'a> Scan<'a> {
     fn word(&mut self) {
-        // What is behind `--password=` is its value to the end, whatever is in it.
+        // Everything behind `--password=` is its value.
         let name = self.rest.find(|character| !in_name(character)).unwrap_or(self.rest.len());
         if self.rest.starts_with('-') && self.rest[name..].starts_with('=') && is_secret(&self.rest[..name]) {
             self.keep(name + 1);

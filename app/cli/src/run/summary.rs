@@ -1,4 +1,4 @@
-//! What is said at the end of a run: some ten lines on standard error, and the same for programs in the folder.
+//! The end of a run: some ten lines on standard error, and the same for programs in the run's directory.
 
 use super::calls::CudaProcess;
 use super::folder::Folder;
@@ -18,7 +18,7 @@ const LINES: usize = 4;
 const NOT_RECORDED: &str =
     "no Python process of it used CUDA through PyTorch and loaded the recorder (-I, -E and -S switch it off)";
 
-/// What the end is made from.
+/// Inputs of the summary.
 pub(super) struct Told<'a> {
     pub(super) launch: &'a Launch<'a>,
     pub(super) folder: &'a Folder,
@@ -272,7 +272,7 @@ fn many(processes: usize) -> String {
     if processes == 1 { "1 process".to_owned() } else { format!("{processes} processes") }
 }
 
-/// What one process took.
+/// Memory of one process.
 fn of_process(process: &Process) -> String {
     let label = format!("{:8}", process.shown());
     let gap = if label.ends_with(' ') { "" } else { " " };

@@ -52,7 +52,7 @@ impl Symbols {
     pub(super) fn stack(&self, notes: &Notes, number: u32) -> Vec<Place> {
         let places = notes.stack(number).flat_map(|(frame, _)| self.places.get(&frame).into_iter().flatten());
         let mut stack: Vec<Place> = places.skip_while(|place| place.is_of_cuda()).take(DEPTH).cloned().collect();
-        // What starts a program is no place in it.
+        // The frames that start a program are not lines of it.
         if let Some(outermost) = stack.iter().rposition(|place| place.line > 0) {
             stack.truncate(outermost + 1);
         }

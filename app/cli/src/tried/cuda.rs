@@ -109,7 +109,7 @@ pub(super) fn compare(
         let names: Vec<&str> = kinds.iter().map(|kind| kind.name.as_str()).collect();
         say(&format!("try      round {round} of {}: {}", args.rounds, names.join(", ")));
         let mut order: Vec<usize> = (0..kinds.len()).collect();
-        // What drifts during a round, such as the clock of the GPU, affects all kinds alike.
+        // Drift during a round, such as that of the GPU's clock, affects all kinds equally.
         if round % 2 == 0 {
             order.reverse();
         }
@@ -247,7 +247,7 @@ fn variant(kind: &Kind<'_>, runs: &[Run], expected: &Expected, codes: &[Option<i
     }
 }
 
-/// What differs from the unchanged runs.
+/// The first difference from the unchanged runs.
 fn difference(run: &Run, expected: &Expected, codes: &[Option<i32>]) -> Option<String> {
     if !codes.contains(&run.status.code()) {
         return Some(run.status.to_string());

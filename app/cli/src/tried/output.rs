@@ -54,7 +54,7 @@ impl Copied {
         &self.writer
     }
 
-    /// What the program has written.
+    /// The program's output.
     pub(super) fn finish(self) -> Vec<u8> {
         drop(self.writer);
         let _ = self.end.recv_timeout(PATIENCE);

@@ -41,7 +41,7 @@ fn run(test_dir: &TestDir, driver: &Path, options: &[&str], way: &str, test: &st
 
 #[test]
 #[ignore = "needs a C compiler"]
-fn memory_calls_of_a_c_program_are_recorded_and_its_history_is_read() {
+fn memory_calls_of_a_c_program_are_recorded_and_read() {
     let test_dir = TestDir::new();
     let Some(driver) = build(&test_dir) else { return };
     let ran = run(&test_dir, &driver, &["-o", "out"], "address2", "loop").ok();
@@ -133,7 +133,7 @@ fn managed_and_pinned_memory_is_kept_on_request() {
 
 #[test]
 #[ignore = "needs a C compiler"]
-fn scripts_and_pipelines_are_observed_through_the_programs_that_they_start() {
+fn scripts_and_pipelines_are_observed_through_their_programs() {
     let test_dir = TestDir::new();
     let Some(driver) = build(&test_dir) else { return };
     test_dir.program("script.sh", "#!/bin/sh\n./program dlsym loop\n");

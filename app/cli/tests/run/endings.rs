@@ -60,7 +60,7 @@ fn a_record_may_say_anything() {
         let named = &record(&test_dir, "out")["processes"][0]["snapshots"][0]["file"];
         assert_eq!(named.as_str(), at, "{said}");
     }
-    // What would have grown had the process asked for memory.
+    // This would have grown if the process had requested memory.
     for there in [&["p.pickle"][..], &["p.gpu3.pickle", "p.pickle"], &[]] {
         let test_dir = TestDir::new();
         let snapshot = r#"{"file": "p.pickle", "why": "running", "time_ns": 1, "took_s": 0.0}"#;
@@ -117,7 +117,7 @@ fn a_folder_that_is_gone_or_another_one_costs_nothing() {
         assert_eq!(status.code(), Some(7), "{said}");
         assert!(said.contains("exit code 7; out is gone, and what was recorded with it"), "{said}");
         assert_eq!(said.lines().count(), 1, "{said}");
-        // What took its name stays as it is, and nothing is written behind a link.
+        // The file that took its name is unchanged, and nothing is written through a link.
         assert_eq!(left.map(|name| common::names(&test_dir.at(name))), left.map(|_| Vec::new()), "{then}");
     }
 }

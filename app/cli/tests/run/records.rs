@@ -1,4 +1,4 @@
-//! What `vramlab run` keeps of a run: no secrets, for nobody else to read, and nothing that was not so.
+//! Files that `vramlab run` keeps of a run: no secrets, for nobody else to read, and nothing that was not so.
 
 use super::*;
 use std::os::unix::fs::PermissionsExt;

@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
 use vramlab_histories::calls::{Call, Counter, Served};
 
-/// What the driver served and is held: the call, and its bytes.
+/// Live memory that the driver served: the call, and its bytes.
 static DRIVERS: Mutex<BTreeMap<u64, (Call, u64)>> = Mutex::new(BTreeMap::new());
 
 /// Notes memory of the driver, so that its free is known.

@@ -1,4 +1,4 @@
-//! What changes the state that memory depends on: finding functions, streams, captures, contexts.
+//! Entry points that change the state on which memory depends: finding functions, streams, captures, contexts.
 
 use crate::forward::at;
 use crate::guard::call;

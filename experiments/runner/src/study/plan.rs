@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn the_order_is_the_seeds_and_goes_through_all_cells_before_the_next_repeat() {
+    fn the_order_is_seeded_and_repeats_follow_all_cells() {
         let text = |seed: u64| format!("repeats = 3\nseed = {seed}\n[matrix]\nhidden = [1, 2, 3, 4, 5, 6, 7, 8]\n");
         let order = |seed| {
             let runs = plan(&source(&text(seed)), DeviceKind::Sim).unwrap();
