@@ -2,13 +2,14 @@
 
 mod capture;
 mod epoch;
+mod of_ranks;
 mod stepper;
 
 use crate::arithmetic::Arithmetic;
 use crate::calls::CallLog;
 use crate::check;
 use crate::data::{self, Dataset, Split};
-use crate::device::{Backend, Device, SumCosts};
+use crate::device::{Backend, Device};
 use crate::error::{Result, TrainError};
 use crate::export;
 use crate::latency::{Intervals, LatencyRecord};
@@ -16,7 +17,7 @@ use crate::loader::Loader;
 use crate::mlp::{self, Buckets, Mlp};
 use crate::observer::{Observer, driver_call_log};
 use crate::provenance::{self, Provenance};
-use crate::ranks::{self, CommunicationRecord, Group, RankRecord, RankSpread};
+use crate::ranks::{self, Group};
 use crate::record::{
     DRIVER_CALLS, DatasetRecord, EffectiveSettings, Files, LATENCY, RecordWriter, SCHEMA_VERSION, STEPS, Status,
     Summary, TRACE,
@@ -26,6 +27,7 @@ use crate::stack::Stack;
 use crate::start;
 use crate::tensor::Context;
 use capture::Capture;
+use of_ranks::{cause, communication, part, record_of_rank};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
@@ -81,20 +83,6 @@ pub(crate) fn run_rank(
 ) -> Result<Outcome> {
     let outcome = run_part(settings, command, started, stop, observer, Some(Arc::clone(group)));
     outcome.map_err(|error| cause(group, error))
-}
-
-/// Ends the run on all ranks; the error of the rank that failed first.
-fn cause(group: &Group, error: TrainError) -> TrainError {
-    if matches!(error, TrainError::Interrupted) {
-        return error;
-    }
-    // The failed call may be a consequence.
-    group.fail(&error);
-    match group.check() {
-        Err(TrainError::Rank { rank, .. }) if rank == group.rank() => error,
-        Err(first) => first,
-        Ok(()) => error,
-    }
 }
 
 fn run_part(
@@ -397,45 +385,6 @@ impl Run {
         group.broadcast(serde_json::to_vec(&directory).unwrap_or_default()).map(drop)
     }
 
-    /// Puts what every rank has done so far into the record of rank 0.
-    fn gather_ranks(&mut self) -> Result<()> {
-        let Some(group) = &self.group else { return Ok(()) };
-        let own = serde_json::to_vec(&self.rank_record(group.rank())).unwrap_or_default();
-        let mut ranks: Vec<RankRecord> = Vec::new();
-        group.exchange(own, |parts| {
-            ranks = parts.iter().filter_map(|part| serde_json::from_slice(part).ok()).collect();
-            Ok(Vec::new())
-        })?;
-        self.summary.rank_spread = RankSpread::over(&ranks);
-        self.summary.ranks = ranks;
-        Ok(())
-    }
-
-    fn rank_record(&self, rank: u32) -> RankRecord {
-        let Summary { epochs, allocator_stats: stats, settings, .. } = &self.summary;
-        let steps: u64 = epochs.iter().map(|epoch| epoch.steps).sum();
-        // CAST: fewer than 2^53 steps; nanoseconds of a run are exact up to 104 days.
-        let mean = |seconds: f64| seconds / steps.max(1) as f64;
-        let train_s = epochs.iter().map(|epoch| epoch.train_s).sum();
-        let of_calls = |calls: &CallCounts| calls.iter().map(|(_, totals)| totals.blocked_ns).sum::<u64>();
-        RankRecord {
-            rank,
-            device: settings.chosen.device.to_string(),
-            alloc: settings.chosen.allocator.to_string(),
-            directory: if rank == 0 { ".".to_owned() } else { format!("rank{rank}") },
-            steps,
-            train_s,
-            step_s: mean(train_s),
-            step_device_s: mean(epochs.iter().map(|epoch| epoch.train_device_s).sum()),
-            // CAST: as above.
-            blocked_s: epochs.iter().map(|epoch| of_calls(&epoch.train_driver_calls)).sum::<u64>() as f64 / 1e9,
-            driver_allocations: epochs.iter().map(|epoch| epoch.train_driver_calls.driver_allocations()).sum(),
-            peak_reserved_bytes: stats.reserved_bytes.all.peak,
-            peak_active_bytes: stats.active_bytes.all.peak,
-            peak_pending_bytes: self.peak_pending_bytes,
-        }
-    }
-
     /// Moves the contents of the trace and the call log from memory to the record.
     fn append_history(&self) -> Result<()> {
         if let Some(trace) = &self.stack.trace {
@@ -528,40 +477,6 @@ impl Run {
 fn steps_in_all(settings: &Settings, dataset: &Dataset) -> u64 {
     let all = dataset.train.rows.div_ceil(settings.batch as usize) as u64 * u64::from(settings.epochs);
     settings.steps.map_or(all, |bound| bound.min(all))
-}
-
-/// The directory of the record of a rank, in that of rank 0, which exists once rank 0 has announced it.
-fn record_of_rank(group: &Group) -> Result<std::path::PathBuf> {
-    let announced = group.broadcast(Vec::new())?;
-    let directory: std::path::PathBuf = serde_json::from_slice(&announced)
-        .map_err(|error| TrainError::Input(format!("rank 0 sent no directory for records: {error}")))?;
-    Ok(directory.join(format!("rank{}", group.rank())))
-}
-
-/// Rows of a batch that this rank has.
-fn part(rows: usize, group: Option<&Group>) -> usize {
-    group.map_or(rows, |group| ranks::share(0..rows, group.rank(), group.size()).len())
-}
-
-fn communication(
-    settings: &Settings,
-    backend: Backend,
-    buckets: &Buckets,
-    costs: Option<SumCosts>,
-) -> CommunicationRecord {
-    let buffers = settings.buffers.unwrap_or_default();
-    let (version, library) = backend.library.unzip();
-    CommunicationRecord {
-        backend: backend.name,
-        version,
-        library,
-        bucket_bytes: buckets.bytes(),
-        library_bytes: costs.as_ref().map(|costs| costs.library_bytes),
-        // CAST: nanoseconds of a sum.
-        sum_s: costs.map(|costs| costs.sum_ns.iter().map(|ns| *ns as f64 / 1e9).collect()),
-        buffers,
-        waits: buffers.waits(),
-    }
 }
 
 /// Numbers of rows that batches have: whole ones and the last of a pass, in training (of a rank its part) and in validation.
