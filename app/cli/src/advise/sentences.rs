@@ -389,9 +389,10 @@ fn keep(advice: &Advice, first: &Setting, tried: usize) -> String {
     }
     let reference = advice.evidence.reference();
     let less = if below_replay < 0.0 { "more" } else { "less" };
+    let by = if certain > 0.0 { format!("only {certain:.1} % less") } else { "not less".to_owned() };
     format!(
         "Keep the current settings; the best of {tried} tested, {conf}, reserves {}, {:.1} % {less} than their replay ({}), but \
-         only {certain:.1} % less than {reference}",
+         {by} than {reference}",
         Bytes(peak),
         below_replay.abs(),
         Bytes(now)
