@@ -128,14 +128,14 @@ fn record(test_dir: &TestDir, folder: &str) -> Value {
 #[test]
 fn input_output_and_the_exit_code_pass_through() {
     let test_dir = TestDir::new();
-    let mut child = run(&test_dir, "cat; echo told >&2; exit 7");
+    let mut child = run(&test_dir, "cat; echo stderr >&2; exit 7");
     let mut child = child.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     child.stdin.take().unwrap().write_all(b"\x00\xffa\n").unwrap();
     let output = child.wait_with_output().unwrap();
     assert_eq!((output.status.code(), output.stdout.as_slice()), (Some(7), &b"\x00\xffa\n"[..]));
     let said = String::from_utf8(output.stderr).unwrap();
     let lines: Vec<&str> = said.lines().collect();
-    assert_eq!(lines[0], "told");
+    assert_eq!(lines[0], "stderr");
     assert!(lines[1].starts_with("vramlab ") && lines[1].contains("exit code 7; no Python process"), "{said}");
     assert_eq!(lines.len(), 2);
     let left = record(&test_dir, "vramlab-run-1");
@@ -389,10 +389,10 @@ fn with_host_memory() -> Value {
 fn pinned_memory_of_the_host_is_explained() {
     let test_dir = TestDir::new();
     let file = test_dir.write("host.json", with_host_memory().to_string());
-    let told = test_dir.run(&["explain", &file, "--json"]).ok().json();
+    let explanation = test_dir.run(&["explain", &file, "--json"]).ok().json();
     // 16 and 3 MiB are from before the trace; 3 MiB are not rounded.
     assert_eq!(
-        told["pinning"],
+        explanation["pinning"],
         json!({"segments": 3, "bytes": 83 * MIB, "active_bytes": 67 * MIB, "peak_bytes": 147 * MIB,
             "rounding_most_bytes": 40 * MIB})
     );
@@ -422,13 +422,16 @@ fn pinned_memory_is_read_from_pickles_too() {
     let wrote = Command::new("python3").arg("write.py").current_dir(test_dir.at(".")).status().unwrap();
     assert!(wrote.success());
     for protocol in 2..=5 {
-        let told = test_dir.run(&["explain", &format!("{protocol}.pickle"), "--json"]).ok().json();
-        assert_eq!(told["pinning"], expected, "protocol {protocol}");
+        let explanation = test_dir.run(&["explain", &format!("{protocol}.pickle"), "--json"]).ok().json();
+        assert_eq!(explanation["pinning"], expected, "protocol {protocol}");
     }
     // In another order, and in batches.
-    let told = test_dir.run(&["explain", "many.pickle", "--json"]).ok().json();
-    assert_eq!((&told["pinning"]["segments"], &told["pinning"]["bytes"]), (&json!(2100), &json!(700 * 83 * MIB)));
-    assert_eq!(told["peak_reserved"]["reserved_bytes"], 34 * MIB);
+    let explanation = test_dir.run(&["explain", "many.pickle", "--json"]).ok().json();
+    assert_eq!(
+        (&explanation["pinning"]["segments"], &explanation["pinning"]["bytes"]),
+        (&json!(2100), &json!(700 * 83 * MIB))
+    );
+    assert_eq!(explanation["peak_reserved"]["reserved_bytes"], 34 * MIB);
 }
 
 #[test]
@@ -443,9 +446,9 @@ fn samples_of_the_gpu_are_a_line_of_the_ledger_and_a_curve() {
     };
     let processes = json!([0, 500 * MIB, 20 * MIB]);
     test_dir.write("pid7.device.json", curve(processes).to_string());
-    let told = test_dir.run(&["explain", &file, "--json"]).ok().json();
+    let explanation = test_dir.run(&["explain", &file, "--json"]).ok().json();
     assert_eq!(
-        told["beside"],
+        explanation["beside"],
         json!({"total_bytes": 1024 * MIB, "peak_used_bytes": 600 * MIB, "used_bytes": 600 * MIB,
             "not_pytorch_bytes": 566 * MIB, "own_bytes": 466 * MIB, "others_bytes": 100 * MIB})
     );
@@ -453,14 +456,17 @@ fn samples_of_the_gpu_are_a_line_of_the_ledger_and_a_curve() {
     let words = "566 MiB used on the GPU outside PyTorch's allocator: 466 MiB by this process (CUDA context, libraries such as \
         cuBLAS and NCCL), 100 MiB by other processes; 424 MiB of 1 GiB free";
     assert!(said.contains(words), "{said}");
-    let points = told["timeline"].as_array().unwrap();
-    assert!(points.iter().all(|point| point["device_used_bytes"] == 600 * MIB), "{told}");
+    let points = explanation["timeline"].as_array().unwrap();
+    assert!(points.iter().all(|point| point["device_used_bytes"] == 600 * MIB), "{explanation}");
     test_dir.run(&["report", &file, "--out", "page.html"]).ok();
     assert!(std::fs::read_to_string(test_dir.at("page.html")).unwrap().contains("device_used_bytes"));
     // A driver that does not tell processes apart; a file that was cut short says nothing.
     test_dir.write("pid7.device.json", curve(Value::Null).to_string());
-    let told = test_dir.run(&["explain", &file, "--json"]).ok().json();
-    assert_eq!((&told["beside"]["not_pytorch_bytes"], &told["beside"]["own_bytes"]), (&json!(566 * MIB), &Value::Null));
+    let explanation = test_dir.run(&["explain", &file, "--json"]).ok().json();
+    assert_eq!(
+        (&explanation["beside"]["not_pytorch_bytes"], &explanation["beside"]["own_bytes"]),
+        (&json!(566 * MIB), &Value::Null)
+    );
     test_dir.write("pid7.device.json", &curve(Value::Null).to_string()[..40]);
     assert_eq!(test_dir.run(&["explain", &file, "--json"]).ok().json()["beside"], Value::Null);
 }

@@ -31,7 +31,7 @@ struct Listing {
 /// Unpacks what is not yet unpacked, and prints the entries.
 pub(crate) fn results(args: &ResultsArgs) -> Result<()> {
     let path = args.path.clone().or_else(|| repository::find("results"));
-    let path = path.context("there is no experiments/results here; name the directory of the results")?;
+    let path = path.context("experiments/results was not found; name the directory of the results")?;
     let folder = if path.is_dir() {
         repository::unpack_all(&path)?;
         path

@@ -19,7 +19,7 @@ pub trait Ranks: Send + Sync + fmt::Debug {
     /// every rank has reported.
     ///
     /// # Errors
-    /// When a rank ended, so that there is no such time.
+    /// A rank ended before it reported a time.
     fn last_start(&self, ready_ns: u64) -> DriverResult<u64>;
 }
 

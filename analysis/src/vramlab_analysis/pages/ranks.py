@@ -58,7 +58,7 @@ def values() -> Mapping[str, Any]:
     """Median step in microseconds by variant, `ddp` by mode and width, `sum` of 256 MiB in microseconds, and counts."""
     equal = [line for line in _lines() if str(line.get("name", "")).startswith(("c-n2-", "c-f16-n2-"))]
     counts = [len(_runs(name)) for name in VARIANTS]
-    kills = [line["seconds"] for line in _lines() if line.get("name") == "kill"]
+    kills = [line for line in _lines() if line.get("name") == "kill"]
     return {
         "machine": _lines()[0]["machine"],
         "day": _lines()[0]["day"],
@@ -72,7 +72,11 @@ def values() -> Mapping[str, Any]:
             "trainer": MICRO * _runs("all-reduce-256M")[0]["communication"]["sum_s"][0],
         },
         "equal": {"runs": len(equal), "losses": len({run["losses"] for run in equal})},
-        "kill": {"runs": len(kills), "longest": max(kills)},
+        "kill": {
+            "runs": len(kills),
+            "ended": sum(line["processes_left"] == "0" for line in kills),
+            "longest": max(line["seconds"] for line in kills),
+        },
     }
 
 

@@ -154,7 +154,7 @@ fn undecided(source: Reporter, facts: &Facts) -> String {
         Reporter::PytorchSummary if facts.failures == 0 => "Memory did not run out: the summary counts no failed request.",
         Reporter::PytorchSummary => "The summary does not say what was requested, or what other processes hold.",
         Reporter::VllmCache => "Cause: the cache of keys and values for one request does not fit into what vLLM has left for it.",
-        Reporter::VllmStart => "Cause: less memory is free at the start than vLLM was told to take.",
+        Reporter::VllmStart => "Cause: less memory is free at the start than vLLM is set to use.",
         Reporter::NvidiaSmi => "The table shows who holds memory, not why a request failed.",
         Reporter::Ggml => "Cause: one buffer does not fit. The text does not say how much is free.",
         Reporter::Xla => "The text does not say how much memory the GPU has, or who holds it.",

@@ -1,4 +1,4 @@
-//! Files that `vramlab run` keeps of a run: no secrets, for nobody else to read, and nothing that was not so.
+//! Files that `vramlab run` writes: they contain no secrets and only true figures, and other users cannot read them.
 
 use super::*;
 use std::os::unix::fs::PermissionsExt;

@@ -126,7 +126,7 @@ impl<T> Pending<T> {
             self.seal(context);
             self.reap(all, &mut out);
             let end = record::now();
-            // A look that waits is no measure of one that does not.
+            // The time of a look that waits says nothing about other looks.
             let took = if all { 0 } else { end.saturating_sub(start) };
             self.due_ns = end.saturating_add(REST.saturating_mul(took).clamp(PERIOD, MOST_REST));
         }
