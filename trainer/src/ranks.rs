@@ -209,10 +209,10 @@ vramlab::device::named! {
         /// For the whole run, as DDP's.
         #[default]
         Kept "kept",
-        /// Allocated in each step and freed behind their update; the allocator waits for the communication stream before it
+        /// Allocated in each step and freed after the update; the allocator waits for the communication stream before it
         /// reuses them, as for FSDP 1's `record_stream`.
         RecordStream "record-stream",
-        /// Allocated in each step and freed once the compute stream has waited for the event behind their sum, as FSDP 2's.
+        /// Allocated in each step and freed once the compute stream has waited for the event after the sum, as FSDP 2's.
         Events "events",
     }
 }
