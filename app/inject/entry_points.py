@@ -32,7 +32,7 @@ WRITTEN = """
     cuStreamCreate cuStreamCreateWithPriority cuGreenCtxStreamCreate cuStreamDestroy cuStreamDestroy_v2
     cuStreamBeginCapture cuStreamBeginCapture_ptsz cuStreamBeginCapture_v2 cuStreamBeginCapture_v2_ptsz
     cuStreamBeginCaptureToGraph cuStreamBeginCaptureToGraph_ptsz cuStreamEndCapture cuStreamEndCapture_ptsz
-    cuModuleUnload cuLibraryUnload cuModuleGetFunction cuLibraryGetKernel cuKernelGetFunction
+    cuLaunchCooperativeKernelMultiDevice cuModuleUnload cuLibraryUnload cuModuleGetFunction cuLibraryGetKernel cuKernelGetFunction
     cuDevicePrimaryCtxReset cuDevicePrimaryCtxReset_v2 cuDevicePrimaryCtxRelease cuDevicePrimaryCtxRelease_v2
 """
 OWN = set(WRITTEN.split())
@@ -70,8 +70,6 @@ def kind(name: str, arguments: str) -> str:
         return "plain" if IDLE.match(name) else "per_thread"
     if IDLE.match(name):
         return "plain"
-    if "LaunchCooperativeKernelMultiDevice" in name:
-        return "per_thread"
     for position, argument in enumerate(arguments.split(",")):
         if re.match(r"^\s*(struct CUstream_st\s*\*|CUstream)\s+\w+\s*$", argument):
             return f"stream {position}"

@@ -310,7 +310,7 @@ entry_points! {
     307 cuKernelSetCacheConfig [plain];
     308 cuLaunch [legacy];
     309 cuLaunchCooperativeKernel [kernel 8];
-    310 cuLaunchCooperativeKernelMultiDevice [per_thread];
+    310 cuLaunchCooperativeKernelMultiDevice [own];
     311 cuLaunchCooperativeKernel_ptsz [per_thread kernel 0];
     312 cuLaunchGrid [legacy];
     313 cuLaunchGridAsync [stream 3];

@@ -5,8 +5,8 @@
 //! - **Work on the legacy default stream only** ([`MULTI`] is 0): the next owner's work comes later on the same stream. Nothing has to be
 //!   waited for.
 //! - **Work on other streams**: a block is used again when the work of all streams that was queued before the free has completed. Each
-//!   stream that the program made gets an event; this library sees each one being made. Per-thread default streams of other threads have no
-//!   handle here. An event on the legacy stream waits for them, as for every blocking stream. But later work of blocking streams
+//!   stream that has had work gets an event. Libraries make streams in stock (PyTorch 32 at once), and a call of the driver for each of
+//!   them would cost more than the allocation. Per-thread default streams of other threads have no handle here. An event on the legacy stream waits for them, as for every blocking stream. But later work of blocking streams
 //!   also waits for that event, so that it would order them among each other: it is recorded only where the legacy stream or a
 //!   per-thread one has had work, or where the blocking streams are many.
 //! - **From one to the other**: before its first work on another stream, the program waits once for the device, so that blocks that
@@ -32,21 +32,26 @@ pub(crate) static MULTI: AtomicU8 = AtomicU8::new(0);
 pub(crate) static QUEUED: AtomicU32 = AtomicU32::new(0);
 /// The last queued work: a kernel's handle, or the number of an entry point. Trampolines write it.
 pub(crate) static LAST: AtomicU64 = AtomicU64::new(0);
+/// Streams that have had work, each at its [`slot`]. Trampolines call [`note`] for a stream that is not here.
+pub(crate) static WORKED: [AtomicU64; SLOTS] = [const { AtomicU64::new(0) }; SLOTS];
+/// Two streams that share a slot cost a call of [`note`] whenever work goes from one to the other.
+const SLOTS: usize = 256;
 /// 1 once the legacy stream or a thread's default stream has had work. Trampolines write it.
 pub(crate) static LEGACY_WORK: AtomicU8 = AtomicU8::new(0);
 
 static CHANGING: Mutex<()> = Mutex::new(());
-/// Streams that the program made.
+/// Streams that the program made, and others that had work.
 static MADE: Mutex<Vec<Made>> = Mutex::new(Vec::new());
 /// Most blocking streams that get events of their own.
 const BLOCKING: usize = 8;
 
-/// A stream that the program made.
+/// A stream of the program.
 #[derive(Clone, Copy, Debug)]
 struct Made {
     context: u64,
     stream: u64,
     non_blocking: bool,
+    has_work: bool,
 }
 /// Streams that are captured, as the program named them, with the thread for per-thread streams.
 static CAPTURED: Mutex<Vec<(u64, u64)>> = Mutex::new(Vec::new());
@@ -61,12 +66,13 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Called by trampolines before work on another stream than the legacy one, until [`MULTI`] is 2. Returns the real function.
-pub(crate) extern "C" fn note(number: u32) -> *const () {
+/// Called by trampolines before work on a stream that is not the legacy one and not in [`WORKED`]. Returns the real function.
+pub(crate) extern "C" fn note(number: u32, stream: u64) -> *const () {
     let noted = catch_unwind(|| {
         // Work of the allocator's own is on streams of the program that have had work.
         if let Some(_guard) = Guard::enter() {
             become_multi();
+            begin_work(stream);
         }
     });
     if noted.is_err() {
@@ -103,9 +109,35 @@ fn is_multi() -> bool {
     MULTI.load(Acquire) == 2
 }
 
+/// Where a stream is in [`WORKED`]. Trampolines compute the same.
+fn slot(stream: u64) -> &'static AtomicU64 {
+    // CAST: below `SLOTS`.
+    &WORKED[(stream >> 6) as usize % SLOTS]
+}
+
+/// Notes that a stream has work from now on.
+fn begin_work(stream: u64) {
+    if stream > PER_THREAD {
+        let mut made = lock(&MADE);
+        match made.iter_mut().find(|one| one.stream == stream) {
+            Some(known) => known.has_work = true,
+            // An event of its own is right for a stream of either kind.
+            None => made.push(Made { context: serve::context(), stream, non_blocking: true, has_work: true }),
+        }
+    }
+    slot(stream).store(stream, Release);
+}
+
+/// Notes that every stream may have work from now on.
+pub(crate) fn begin_work_everywhere() {
+    become_multi();
+    lock(&MADE).iter_mut().for_each(|stream| stream.has_work = true);
+    LEGACY_WORK.store(1, Release);
+}
+
 /// Notes a stream that was made.
 pub(crate) fn made(context: u64, stream: u64, non_blocking: bool) {
-    lock(&MADE).push(Made { context, stream, non_blocking });
+    lock(&MADE).push(Made { context, stream, non_blocking, has_work: false });
 }
 
 /// Whether a stream of the program does not wait for the legacy one.
@@ -117,21 +149,24 @@ pub(crate) fn is_non_blocking(stream: u64) -> bool {
 pub(crate) fn gone(stream: u64) {
     let mut made = lock(&MADE);
     // The driver completes the work of a destroyed stream; an event on the legacy stream waits for a blocking one.
-    if made.iter().any(|one| one.stream == stream && !one.non_blocking) {
+    if made.iter().any(|one| one.stream == stream && one.has_work && !one.non_blocking) {
         LEGACY_WORK.store(1, Release);
     }
     made.retain(|one| one.stream != stream);
+    // The driver may give the handle to the next stream.
+    let _ = slot(stream).compare_exchange(stream, 0, SeqCst, Relaxed);
 }
 
 /// Forgets the streams of a context.
 pub(crate) fn context_gone(context: u64) {
     lock(&MADE).retain(|one| one.context != context);
+    WORKED.iter().for_each(|stream| stream.store(0, Release));
 }
 
 /// The streams on which events have to be recorded so that all work of a context is ordered before them.
 pub(crate) fn of_context(context: u64) -> Vec<u64> {
     let made = lock(&MADE);
-    let here = || made.iter().filter(|one| one.context == context);
+    let here = || made.iter().filter(|one| one.context == context && one.has_work);
     let blocking = here().filter(|one| !one.non_blocking).count();
     let legacy = blocking > BLOCKING || here().next().is_none() || LEGACY_WORK.load(Acquire) != 0;
     let single = |one: &&Made| one.non_blocking || blocking <= BLOCKING;

@@ -6,6 +6,7 @@ use crate::real::{has, in_place_of, in_place_of_name, real};
 use crate::serve::{self, SUCCESS};
 use crate::streams;
 use std::ffi::{CStr, c_char, c_void};
+use std::sync::atomic::Ordering::Relaxed;
 
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn cuInit(flags: u32) -> i32 {
@@ -139,6 +140,20 @@ macro_rules! stream_destroy {
 
 stream_destroy!(cuStreamDestroy);
 stream_destroy!(cuStreamDestroy_v2);
+
+/// Launches kernels on several devices. Their streams are in a list that nothing else here reads, so that each stream is taken to work.
+///
+/// # Safety
+/// As of the driver's function.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuLaunchCooperativeKernelMultiDevice(list: *mut u8, devices: u32, flags: u32) -> i32 {
+    let pass = || real!(cuLaunchCooperativeKernelMultiDevice(list => *mut u8, devices => u32, flags => u32));
+    call(pass, || {
+        streams::begin_work_everywhere();
+        streams::QUEUED.fetch_add(1, Relaxed);
+        pass()
+    })
+}
 
 /// Begins a capture by `pass`. Events order memory before, so that no wait falls into it.
 fn begin(stream: u64, per_thread: bool, pass: impl FnOnce() -> i32) -> i32 {

@@ -95,7 +95,7 @@ SHOWN R cuCtxSynchronize(void) { CALLED; drain(); return depth ? OK : NO_CONTEXT
 // Streams of the program that had work.
 static char busy[1 << 12];
 static char* of_stream(S s) { return s > 0x5000 ? &busy[(s - 0x5000) / 0x10 % (1 << 12)] : &busy[0]; }
-SHOWN R cuStreamQuery(S s) { CALLED; return *of_stream(s) && driver_work() ? NOT_READY : OK; }
+SHOWN R cuStreamQuery(S s) { CALLED; if (s > 2 && !*of_stream(s)) called("idle"); return *of_stream(s) && driver_work() ? NOT_READY : OK; }
 SHOWN R cuStreamSynchronize(S s) { CALLED; (void)s; drain(); return OK; }
 SHOWN R cuStreamCreate(S* s, unsigned f) { CALLED; (void)f; static S next = 0x5000; pthread_mutex_lock(&lock); *s = next += 0x10; pthread_mutex_unlock(&lock); return OK; }
 SHOWN R cuStreamCreateWithPriority(S* s, unsigned f, int p) { (void)p; return cuStreamCreate(s, f); }
@@ -111,7 +111,7 @@ SHOWN R cuThreadExchangeStreamCaptureMode(int* m) { *m = 0; return OK; }
 static struct { long target; } events[1 << 16];
 static long done;
 SHOWN R cuEventCreate(uintptr_t* e, unsigned f) { CALLED; (void)f; static uintptr_t next; pthread_mutex_lock(&lock); *e = ++next % (1 << 16); pthread_mutex_unlock(&lock); return OK; }
-SHOWN R cuEventRecord(uintptr_t e, S s) { CALLED; if (s > 2 && !*of_stream(s)) called("idle record"); pthread_mutex_lock(&lock); events[e].target = done + work; pthread_mutex_unlock(&lock); return OK; }
+SHOWN R cuEventRecord(uintptr_t e, S s) { CALLED; if (s > 2 && !*of_stream(s)) called("idle"); pthread_mutex_lock(&lock); events[e].target = done + work; pthread_mutex_unlock(&lock); return OK; }
 SHOWN R cuEventQuery(uintptr_t e) {
     CALLED;
     pthread_mutex_lock(&lock);

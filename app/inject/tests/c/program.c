@@ -303,6 +303,13 @@ int main(int count, char** words) {
         for (int i = 0; i < 32; i++) CHECK(cuStreamCreate(&idle, i % 2) == 0);
         CHECK(cuStreamCreate(&stream, 1) == 0 && launch(stream) == 0);
         loop(100);
+        // Handles that are near each other, with work in turn.
+        S near[6];
+        for (int i = 0; i < 6; i++) CHECK(cuStreamCreate(&near[i], 1) == 0);
+        for (int i = 0; i < 60; i++) CHECK(launch(near[i % 6]) == 0);
+        for (int i = 0; i < 6; i++) CHECK(cuStreamDestroy(near[i]) == 0);
+        for (int i = 0; i < 6; i++) CHECK(cuStreamCreate(&near[i], 0) == 0);
+        loop(100);
     }
     long (*calls)(const char*) = dlsym(RTLD_DEFAULT, "driver_count");
     void* driver = getenv("VRAMLAB_CUDA") ? dlopen(getenv("VRAMLAB_CUDA"), RTLD_NOW | RTLD_NOLOAD) : NULL;
@@ -310,7 +317,7 @@ int main(int count, char** words) {
     if (calls && !getenv("QUIET"))
         printf("driver: alloc %ld free %ld async %ld record %ld synchronize %ld managed %ld pinned %ld idle %ld\n", calls("cuMemAlloc_v2"),
                calls("cuMemFree_v2"), calls("cuMemAllocAsync"), calls("cuEventRecord"), calls("cuCtxSynchronize"),
-               calls("cuMemAllocManaged"), calls("cuMemHostAlloc"), calls("idle record"));
+               calls("cuMemAllocManaged"), calls("cuMemHostAlloc"), calls("idle"));
     printf("%s\n", failures ? "failed" : "equal");
     return failures != 0;
 }
