@@ -172,7 +172,7 @@ impl Kept {
 
     /// Makes memory ready whose earlier work has completed. The context is current.
     fn collect(&mut self, context: u64, all: bool) {
-        let Some(pending) = self.pending.get_mut(&context) else { return };
+        let Some(pending) = self.pending.get_mut(&context).filter(|pending| all || pending.is_due()) else { return };
         for (key, addr) in pending.collect(context, all) {
             if let Some(count) = self.waiting.get_mut(&key) {
                 *count = count.saturating_sub(1);

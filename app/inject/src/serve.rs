@@ -242,7 +242,7 @@ impl Served {
     }
 
     fn allocate_unguarded(&'static self, bytes: u64, handle: u64) -> Result<u64, i32> {
-        if self.waiting.load(Acquire) > 0 {
+        if self.waiting.load(Acquire) > 0 && lock(&self.pending).is_due() {
             self.collect(false);
         }
         let stream = self.stream(handle)?;
@@ -290,8 +290,15 @@ impl Served {
             return Blocked::default();
         }
         self.waiting.fetch_add(1, AcqRel);
-        lock(&self.pending).add(item);
-        self.collect(false);
+        let full = {
+            let mut pending = lock(&self.pending);
+            pending.add(item);
+            pending.is_full()
+        };
+        // Requests look at what waits; here only the number of events is limited.
+        if full {
+            self.collect(false);
+        }
         Blocked::default()
     }
 

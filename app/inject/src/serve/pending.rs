@@ -17,9 +17,9 @@ const NO_TIMING: u32 = 2;
 const TOGETHER: usize = 512;
 /// Shortest time between two looks at the events, in nanoseconds.
 const PERIOD: u64 = 20_000;
-/// The time between two looks, in multiples of the time that a look takes. A program may have many streams, and each needs a call
-/// of the driver or two, so this limits their share of the program's time.
-const REST: u64 = 20;
+/// The time between two looks, in multiples of the time that a look takes: looks take at most a hundredth of the program's time. A
+/// program may have many streams, and each needs a call of the driver or two.
+const REST: u64 = 100;
 /// Longest time between two looks, in nanoseconds.
 const MOST_REST: u64 = 1_000_000;
 
@@ -115,6 +115,16 @@ impl<T> Pending<T> {
         self.sealed.push_back(Batch { events, items });
     }
 
+    /// Whether memory waits without events for as much as may wait together.
+    pub(crate) fn is_full(&self) -> bool {
+        self.open.len() >= TOGETHER
+    }
+
+    /// Whether the next look is due.
+    pub(crate) fn is_due(&self) -> bool {
+        !streams::is_capturing() && (self.is_full() || record::now() >= self.due_ns)
+    }
+
     /// The memory that nothing uses any more. With `all` it waits for the remainder. The context is current.
     pub(crate) fn collect(&mut self, context: u64, all: bool) -> Vec<T> {
         let mut out = Vec::new();
@@ -122,14 +132,12 @@ impl<T> Pending<T> {
             return out;
         }
         let start = record::now();
-        if all || start >= self.due_ns || self.open.len() >= TOGETHER {
-            self.seal(context);
-            self.reap(all, &mut out);
-            let end = record::now();
-            // The time of a look that waits says nothing about other looks.
-            let took = if all { 0 } else { end.saturating_sub(start) };
-            self.due_ns = end.saturating_add(REST.saturating_mul(took).clamp(PERIOD, MOST_REST));
-        }
+        self.seal(context);
+        self.reap(all, &mut out);
+        let end = record::now();
+        // The time of a look that waits says nothing about other looks.
+        let took = if all { 0 } else { end.saturating_sub(start) };
+        self.due_ns = end.saturating_add(REST.saturating_mul(took).clamp(PERIOD, MOST_REST));
         out
     }
 
