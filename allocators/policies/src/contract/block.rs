@@ -102,7 +102,7 @@ impl Block {
             }
         }
         #[cfg(not(target_arch = "x86_64"))]
-        Self { bytes, requested, tagged, token }
+        Self { bytes, requested, place: tagged, token }
     }
 
     /// Copies the block for an instrument to pass on: written as [`new`](Self::new) writes it.

@@ -27,6 +27,7 @@ impl Token {
 
     /// As stored in a block.
     #[inline(always)]
+    #[cfg(target_arch = "x86_64")]
     pub(super) fn get(self) -> u64 {
         self.0
     }
