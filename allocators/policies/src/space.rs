@@ -47,6 +47,8 @@ pub struct Segment {
     pub list: FreeList,
     /// Whether it is a range of addresses in which memory is mapped and unmapped.
     pub expandable: bool,
+    /// Bytes of a page: an expandable segment is mapped and unmapped in whole pages, every other one in one call.
+    pub page: u64,
     /// The block at its first address.
     pub first: BlockId,
     /// Number of live or pending blocks.
@@ -66,6 +68,12 @@ pub struct Space {
 /// The contribution of a free block to the count and bytes of blocks that are parts of their segments.
 fn counted(split: bool, bytes: u64) -> (i64, i64) {
     if split { (1, bytes.cast_signed()) } else { (0, 0) }
+}
+
+/// Bytes of the whole pages in a part of a segment.
+#[must_use]
+pub fn whole_pages(offset: u64, bytes: u64, page: u64) -> u64 {
+    ((offset + bytes) / page * page).saturating_sub(offset.next_multiple_of(page))
 }
 
 impl Index<BlockId> for Space {
@@ -136,7 +144,7 @@ impl Space {
     }
 
     /// A segment of one block.
-    fn add_whole(&mut self, list: FreeList, addr: u64, bytes: u64, state: State) -> BlockId {
+    fn add_whole(&mut self, list: FreeList, addr: u64, bytes: u64, state: State, page: u64) -> BlockId {
         let expandable = state == State::Unmapped;
         let mapped = if expandable { 0 } else { bytes };
         let idle_since = self.now();
@@ -151,14 +159,14 @@ impl Space {
             segment: SegmentId(0),
             idle_since,
         }));
-        let segment = Segment { addr, bytes, mapped, list, expandable, first, busy: 0 };
+        let segment = Segment { addr, bytes, mapped, list, expandable, page, first, busy: 0 };
         self.record(first).segment = SegmentId(self.segments.insert(segment));
         first
     }
 
     /// Adds a new segment of the device: one free block, which is returned.
     pub fn add_segment(&mut self, list: FreeList, addr: u64, bytes: u64) -> BlockId {
-        let block = self.add_whole(list, addr, bytes, State::Free);
+        let block = self.add_whole(list, addr, bytes, State::Free, bytes);
         self.account.segment_added(list, bytes);
         block
     }
@@ -197,6 +205,7 @@ impl Space {
         let several = self[first].next.is_some();
         let (mut removed, mut next) = (Vec::new(), Some(first));
         while let Some(block) = next {
+            self.remove_pages(block);
             let record = self.blocks.remove(block.key());
             next = record.next;
             if record.state == State::Free {
@@ -215,8 +224,35 @@ impl Space {
         removed
     }
 
-    /// Splits the front of `bytes` off a block, without counting. Returns the remainder.
+    /// Bytes of whole pages in a free block of an expandable segment: its releasable part. 0 for every other block.
+    fn pages_of(&self, block: BlockId) -> u64 {
+        let block = &self[block];
+        let segment = &self[block.segment];
+        let counts = segment.expandable && block.state == State::Free;
+        if counts { whole_pages(block.addr - segment.addr, block.bytes, segment.page) } else { 0 }
+    }
+
+    /// Counts the pages of a block that became free, or that is free and changed its size.
+    fn add_pages(&mut self, block: BlockId) {
+        let pages = self.pages_of(block);
+        if pages > 0 {
+            let list = self[self[block].segment].list;
+            self.account.pages_added(list, pages);
+        }
+    }
+
+    /// Counts the pages of a free block no longer, before the block changes.
+    fn remove_pages(&mut self, block: BlockId) {
+        let pages = self.pages_of(block);
+        if pages > 0 {
+            let list = self[self[block].segment].list;
+            self.account.pages_removed(list, pages);
+        }
+    }
+
+    /// Splits the front of `bytes` off a block. Counts pages alone. Returns the remainder.
     fn cut(&mut self, block: BlockId, bytes: u64) -> BlockId {
+        self.remove_pages(block);
         let now = self.now();
         let front = self.record(block);
         debug_assert!(0 < bytes && bytes < front.bytes, "both parts of a split should have bytes");
@@ -234,29 +270,35 @@ impl Space {
         if let Some(next) = next {
             self.record(next).prev = Some(rest);
         }
+        self.add_pages(block);
+        self.add_pages(rest);
         rest
     }
 
-    /// Coalesces a block with its next neighbour, without counting.
+    /// Coalesces a block with its next neighbour. Counts pages alone.
     fn join_next(&mut self, block: BlockId) {
         let next = self[block].next.expect("there should be a neighbour to join with");
+        self.remove_pages(block);
+        self.remove_pages(next);
         let removed = self.blocks.remove(next.key());
         let record = self.record(block);
         (record.bytes, record.next) = (record.bytes + removed.bytes, removed.next);
         if let Some(after) = removed.next {
             self.record(after).prev = Some(block);
         }
+        self.add_pages(block);
     }
 
     /// Makes a block live that is counted as free and not as split.
     fn hold(&mut self, block: BlockId, requested: u64) {
+        self.remove_pages(block);
         let record = self.record(block);
         (record.state, record.requested) = (State::Held, requested);
         let Record { segment, list, bytes, .. } = *record;
         let owner = self.segment(segment);
         owner.busy += 1;
         let owner = *owner;
-        if owner.busy == 1 {
+        if owner.busy == 1 && !owner.expandable {
             self.account.segment_busy(owner.list, owner.mapped);
         }
         self.account.taken(list, owner.list, bytes, requested);
@@ -397,6 +439,7 @@ impl Space {
         let now = self.now();
         let record = self.record(block);
         (record.state, record.requested, record.idle_since) = (State::Free, 0, now);
+        self.add_pages(block);
         let (joined, mut count, mut size) = if join {
             self.join_around(block)
         } else {
@@ -412,7 +455,7 @@ impl Space {
             self.account.split_changed(list, count, size);
         }
         self.account.freed(list, owner.list, bytes, requested);
-        if owner.busy == 0 {
+        if owner.busy == 0 && !owner.expandable {
             self.account.segment_idle(owner.list, owner.mapped);
         }
         joined

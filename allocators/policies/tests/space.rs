@@ -11,6 +11,8 @@ use vramlab_policies::space::{Account, BlockId, FreeList, Owner, SegmentId, Spac
 use vramlab_policies::{CaptureId, Gauge, Ledger, PoolKind};
 
 const UNIT: u64 = 512;
+/// Of expandable segments.
+const PAGE: u64 = 4 * UNIT;
 const OVERSIZE: u64 = 8 * KIB;
 
 /// Steps in all; `SPACE_STEPS` sets another number.
@@ -71,7 +73,7 @@ impl World {
             0 if self.space.segments().count() < 8 => {
                 let (list, bytes) = (self.list(), self.units(96 * KIB));
                 let block = if self.random.below(4) == 0 {
-                    self.space.add_addresses(list, self.next, bytes)
+                    self.space.add_addresses(list, self.next, bytes, PAGE)
                 } else {
                     self.space.add_segment(list, self.next, bytes)
                 };
@@ -205,6 +207,13 @@ impl World {
             for block in self.space.blocks_of(id).map(|block| &self.space[block]) {
                 match block.state {
                     State::Free if segment.list.owner.stream != stream => ledger.stream += block.bytes,
+                    State::Free if segment.expandable => {
+                        let is_whole = |page: &u64| *page >= block.addr && page + PAGE <= block.addr + block.bytes;
+                        let pages = (segment.addr..segment.addr + segment.bytes).step_by(PAGE as usize).filter(is_whole);
+                        let pages = PAGE * pages.count() as u64;
+                        ledger.soft += pages;
+                        ledger.hard += block.bytes - pages;
+                    }
                     State::Free if busy == 0 => ledger.soft += block.bytes,
                     State::Free => ledger.hard += block.bytes,
                     _ => {}

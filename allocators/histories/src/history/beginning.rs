@@ -109,6 +109,7 @@ impl Beginning {
             SegmentInfo {
                 private: None,
                 expandable: false,
+                page: segment.bytes,
                 addr: DeviceAddr::handed_out(segment.addr),
                 bytes: segment.bytes,
                 stream: streams[segment.stream as usize],

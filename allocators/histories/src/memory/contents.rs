@@ -3,6 +3,8 @@
 use super::{Block, Memory, Segment};
 use crate::formats::{self, SegmentBlock};
 use vramlab_policies::contract::{BlockState, Ledger, PoolKind};
+use vramlab_policies::policy::size::torch::{LARGE_SEGMENT, SMALL_SEGMENT};
+use vramlab_policies::space::whole_pages;
 
 /// Contents of a segment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -44,6 +46,18 @@ impl Memory {
         out
     }
 
+    /// Bytes of a segment that PyTorch's cache release frees or unmaps: the segment if it has no blocks; of an expandable segment the
+    /// whole pages of each free block. O(log n + blocks of the segment).
+    #[must_use]
+    pub fn releasable(&self, start: u64, segment: &Segment, inside: &Contents) -> u64 {
+        if !segment.expandable {
+            return if inside.blocks == 0 { inside.free } else { 0 };
+        }
+        // Pages are as large as the pool's segments. A mapped range begins at a page.
+        let page = if segment.small { SMALL_SEGMENT } else { LARGE_SEGMENT };
+        self.free_in(start, segment).map(|(address, bytes)| whole_pages(address - start, bytes, page)).sum()
+    }
+
     /// Active blocks of a segment with their addresses: they keep it reserved.
     pub fn blocks_in(&self, start: u64, segment: &Segment) -> impl Iterator<Item = (u64, &Block)> + '_ {
         self.blocks.range(start..start + segment.bytes).map(|(addr, block)| (*addr, block))
@@ -61,12 +75,13 @@ impl Memory {
         let mut out = Ledger::default();
         for (start, segment) in &self.segments {
             let inside = self.contents(*start, segment);
-            let free = match (segment.stream == stream, inside.blocks) {
-                (false, _) => &mut out.stream,
-                (true, 0) => &mut out.soft,
-                (true, _) => &mut out.hard,
-            };
-            *free += inside.free;
+            if segment.stream == stream {
+                let soft = self.releasable(*start, segment, &inside);
+                out.soft += soft;
+                out.hard += inside.free - soft;
+            } else {
+                out.stream += inside.free;
+            }
             out.reserved += segment.bytes;
             out.pending += inside.pending;
             out.requested += inside.requested;

@@ -263,6 +263,7 @@ impl DeviceAllocator for Naive {
         let segment = |(&addr, &(bytes, stream)): (&DeviceAddr, &(u64, StreamId)), state| SegmentInfo {
             private: None,
             expandable: false,
+            page: bytes,
             addr,
             bytes,
             stream,

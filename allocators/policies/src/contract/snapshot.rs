@@ -1,6 +1,7 @@
 //! An allocator's memory at one moment, and the five parts of reserved memory that are not requested.
 
 use crate::contract::{CaptureId, PoolKind};
+use crate::space::whole_pages;
 use serde::{Deserialize, Serialize};
 use std::iter::Sum;
 use vramlab_device::{DeviceAddr, StreamId};
@@ -44,6 +45,8 @@ pub struct SegmentInfo {
     pub private: Option<CaptureId>,
     /// Whether it is a mapped range of an expandable segment.
     pub expandable: bool,
+    /// Bytes of a page. A mapped range begins at a page, and whole free pages of it are releasable. Otherwise the segment's size.
+    pub page: u64,
     /// Blocks in address order.
     pub blocks: Vec<BlockInfo>,
 }
@@ -94,9 +97,10 @@ pub enum Attribution {
 pub struct Ledger {
     /// Rounding inside live blocks.
     pub internal: u64,
-    /// Free bytes in segments of the requesting stream that are entirely free: they are releasable.
+    /// Releasable free bytes of the requesting stream: segments that are entirely free, and of each free block in an expandable
+    /// segment the whole pages.
     pub soft: u64,
-    /// Free bytes in segments of the requesting stream that are partly used: they are not releasable.
+    /// Other free bytes in segments of the requesting stream, which share a segment or a page with an active block.
     pub hard: u64,
     /// Free bytes in segments of other streams, which the requesting stream could not use.
     pub stream: u64,
@@ -155,6 +159,12 @@ impl Snapshot {
                     }
                     BlockState::PendingFree => ledger.pending += block.bytes,
                     BlockState::Free if segment.stream != stream => ledger.stream += block.bytes,
+                    BlockState::Free if segment.expandable => {
+                        let offset = block.addr.get() - segment.addr.get();
+                        let pages = whole_pages(offset, block.bytes, segment.page);
+                        ledger.soft += pages;
+                        ledger.hard += block.bytes - pages;
+                    }
                     BlockState::Free if idle => ledger.soft += block.bytes,
                     BlockState::Free => ledger.hard += block.bytes,
                 }

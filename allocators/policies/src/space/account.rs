@@ -24,8 +24,10 @@ pub struct Account {
 #[derive(Clone, Copy, Debug, Default)]
 struct Sums {
     reserved: u64,
-    /// In segments without live or pending blocks.
+    /// In segments without live or pending blocks, expandable ones excepted.
     idle: u64,
+    /// Whole pages of free blocks in expandable segments.
+    pages: u64,
     held: u64,
     /// Requested bytes of the live blocks.
     requested: u64,
@@ -35,7 +37,8 @@ struct Sums {
 impl Sums {
     fn ledger(&self, own: bool) -> Ledger {
         let free = self.reserved - self.held - self.pending;
-        let (soft, hard, stream) = if own { (self.idle, free - self.idle, 0) } else { (0, 0, free) };
+        let releasable = self.idle + self.pages;
+        let (soft, hard, stream) = if own { (releasable, free - releasable, 0) } else { (0, 0, free) };
         Ledger {
             internal: self.held - self.requested,
             soft,
@@ -161,25 +164,31 @@ impl Account {
         (sums.reserved, sums.idle) = (sums.reserved - bytes, sums.idle - bytes);
     }
 
-    /// Counts newly mapped memory of an expandable segment, which is in use if `busy`.
-    pub(super) fn mapped(&mut self, list: FreeList, bytes: u64, busy: bool) {
+    /// Counts newly mapped memory of an expandable segment. Its free pages count [separately](Self::pages_added).
+    pub(super) fn mapped(&mut self, list: FreeList, bytes: u64) {
         self.stats.count_reserved(pool(list), bytes);
-        let sums = self.sums(list);
-        sums.reserved += bytes;
-        sums.idle += if busy { 0 } else { bytes };
+        self.sums(list).reserved += bytes;
     }
 
-    pub(super) fn unmapped_part(&mut self, list: FreeList, bytes: u64, busy: bool) {
+    pub(super) fn unmapped_part(&mut self, list: FreeList, bytes: u64) {
         self.stats.count_released(pool(list), bytes);
-        let sums = self.sums(list);
-        sums.reserved -= bytes;
-        sums.idle -= if busy { 0 } else { bytes };
+        self.sums(list).reserved -= bytes;
+    }
+
+    /// Counts whole pages of a free block in an expandable segment.
+    pub(super) fn pages_added(&mut self, segment: FreeList, bytes: u64) {
+        self.sums(segment).pages += bytes;
+    }
+
+    /// Whole pages of an expandable segment are no longer free.
+    pub(super) fn pages_removed(&mut self, segment: FreeList, bytes: u64) {
+        self.sums(segment).pages -= bytes;
     }
 
     /// Counts the mapped remainder of an expandable segment that is removed.
     pub(super) fn unmapped(&mut self, list: FreeList, bytes: u64) {
         if bytes > 0 {
-            self.unmapped_part(list, bytes, false);
+            self.unmapped_part(list, bytes);
         }
     }
 

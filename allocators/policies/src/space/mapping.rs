@@ -12,9 +12,10 @@ pub struct Unmapped {
 }
 
 impl Space {
-    /// Adds a range of unmapped addresses: one unmapped block, which is returned.
-    pub fn add_addresses(&mut self, list: FreeList, addr: u64, bytes: u64) -> BlockId {
-        self.add_whole(list, addr, bytes, State::Unmapped)
+    /// Adds a range of unmapped addresses: one unmapped block, which is returned. Memory in it is mapped and unmapped in pages of
+    /// `page` bytes.
+    pub fn add_addresses(&mut self, list: FreeList, addr: u64, bytes: u64, page: u64) -> BlockId {
+        self.add_whole(list, addr, bytes, State::Unmapped, page)
     }
 
     /// Splits an unmapped block in two: its front of `bytes`, and the remainder, which is returned.
@@ -41,11 +42,12 @@ impl Space {
         let now = self.now();
         let record = self.record(block);
         (record.state, record.idle_since) = (State::Free, now);
+        self.add_pages(block);
         let owner = self.segment(segment);
         owner.mapped += bytes;
         let owner = *owner;
         debug_assert_eq!(owner.list, list);
-        self.account.mapped(list, bytes, owner.busy > 0);
+        self.account.mapped(list, bytes);
         self.join_around(block).0
     }
 
@@ -66,10 +68,11 @@ impl Space {
         let owner = self.segment(segment);
         owner.mapped -= bytes;
         let owner = *owner;
+        self.remove_pages(middle);
         // Addresses belong to the segment, whatever the state of the memory was.
         let record = self.record(middle);
         (record.state, record.list) = (State::Unmapped, owner.list);
-        self.account.unmapped_part(owner.list, bytes, owner.busy > 0);
+        self.account.unmapped_part(owner.list, bytes);
         let left = [(offset > 0).then_some(block), behind].map(|left| left.map(|id| FreeBlock::of(id, &self[id])));
         Unmapped { left, hole: self.join_around(middle).0 }
     }

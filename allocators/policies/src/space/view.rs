@@ -79,6 +79,7 @@ impl Space {
                     pool: segment.list.pool,
                     private: segment.list.owner.private,
                     expandable: segment.expandable,
+                    page: segment.page,
                     blocks: Vec::new(),
                 });
                 info.bytes += block.bytes;

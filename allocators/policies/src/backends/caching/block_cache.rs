@@ -209,7 +209,7 @@ impl BlockCache {
             let blocks: Vec<BlockInfo> = chain.take_while(|at| *at != NONE).map(|at| info(&self.blocks[at])).collect();
             let bytes = blocks.iter().map(|block| block.bytes).sum();
             let (addr, pool) = (DeviceAddr::handed_out(first.addr), Some(first.pool));
-            SegmentInfo { addr, bytes, stream, pool, private, expandable: false, blocks }
+            SegmentInfo { addr, bytes, stream, pool, private, expandable: false, page: bytes, blocks }
         };
         heads.map(segment).collect()
     }

@@ -50,7 +50,8 @@ impl Heap {
             return Ok(Some(self.begin_hole(block, addr)));
         }
         let Some((addr, size)) = self.source.expandable().reserve(list.pool, bytes)? else { return Ok(None) };
-        let hole = self.space.add_addresses(list, addr, size);
+        let page = self.source.handle_bytes(list.pool);
+        let hole = self.space.add_addresses(list, addr, size, page);
         self.source.expandable().holes.insert((list, addr), hole);
         Ok(Some(hole))
     }
