@@ -187,7 +187,7 @@ impl HistoryBuilder {
         let pools = pools::find(&mut transcript, names, &beginning, &streams, settings)?;
         causes::empty_before_private_pools(&retries, &mut transcript.timeline);
         // Stage 8: failed requests.
-        let out_of_memory = out_of_memory::describe(&transcript, &beginning, &streams, settings)?;
+        let out_of_memory = out_of_memory::describe(&transcript, &beginning, &streams, names, settings)?;
         let not_comparable = unseen.or_else(|| not_comparable(&transcript, &beginning));
         let Transcript { timeline, refusals, requested, mut claim, number, .. } = transcript;
         // Releases the claims of the stages.

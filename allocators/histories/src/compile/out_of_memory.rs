@@ -1,6 +1,7 @@
 //! Eighth stage: the recorded memory at each failed request.
 
 use super::memory::{self, When};
+use super::pools::PoolNames;
 use super::timeline::Refusal;
 use super::transcript::Transcript;
 use crate::history::{Beginning, Held, OutOfMemory, StreamHeld};
@@ -9,7 +10,7 @@ use std::collections::BTreeMap;
 use vramlab_device::budget::OverBudget;
 use vramlab_policies::backends::CachingSettings;
 
-/// Follows the recording from its beginning to each of its last failed requests. `streams` are the handles.
+/// Follows the recording from its beginning to each of its last failed requests. `streams` are the handles, `names` those of pools.
 ///
 /// # Errors
 /// [`OverBudget`] when the budget is used up.
@@ -17,6 +18,7 @@ pub(super) fn describe(
     transcript: &Transcript,
     beginning: &Beginning,
     streams: &[u64],
+    names: Option<&PoolNames>,
     settings: &CachingSettings,
 ) -> Result<Vec<OutOfMemory>, OverBudget> {
     let Transcript { timeline, frees, refusals, budget, .. } = transcript;
@@ -26,7 +28,8 @@ pub(super) fn describe(
     let mut reports = Vec::new();
     memory::follow((timeline, frees), (beginning, streams), (settings, budget), last.op, |at, when, memory| {
         while let Some(refusal) = waiting.next_if(|refusal| when == When::After && refusal.op <= at) {
-            reports.push(describe_refusal(refusal, memory, settings, shown, beginning.unknown.is_none()));
+            let complete = beginning.unknown.is_none();
+            reports.push(describe_refusal(refusal, memory, (names, settings), shown, complete));
         }
     })?;
     Ok(reports)
@@ -37,13 +40,19 @@ pub(super) fn describe(
 fn describe_refusal(
     refusal: &Refusal,
     memory: &Memory,
-    settings: &CachingSettings,
+    (names, settings): (Option<&PoolNames>, &CachingSettings),
     shown: bool,
     complete: bool,
 ) -> OutOfMemory {
     let (mut all, mut streams) = (Held::default(), BTreeMap::<u64, Held>::new());
+    let (mut same_stream, mut private_free_bytes) = (Held::default(), 0);
     for (start, segment) in memory.segments() {
         let contents = memory.contents(*start, segment);
+        if names.is_some_and(|names| names.number_at(*start) > 0) {
+            private_free_bytes += contents.free;
+        } else if segment.stream == refusal.stream {
+            add(&mut same_stream, segment.bytes, &contents);
+        }
         for state in [&mut all, streams.entry(segment.stream).or_default()] {
             add(state, segment.bytes, &contents);
         }
@@ -58,6 +67,8 @@ fn describe_refusal(
         limit_bytes: settings.memory_limit,
         live_bytes: memory.totals().requested,
         held: shown.then_some(all),
+        private_free_bytes,
+        same_stream,
         streams: if shown { streams.collect() } else { Vec::new() },
         complete: shown && complete && memory.is_whole(),
         against_fragmentation: (!expandable)

@@ -25,10 +25,15 @@ pub struct OutOfMemory {
     pub live_bytes: u64,
     /// Memory state; `None` if the recording has no segments.
     pub held: Option<Held>,
+    /// Free bytes in private pools (CUDA graphs, `MemPool`) whose segments the recording names: other requests cannot use them.
+    pub private_free_bytes: u64,
     /// Memory state of each stream's segments, by handle.
     pub streams: Vec<StreamHeld>,
     /// Whether the recording shows all segments. If not, some blocks were outside those that it shows.
     pub complete: bool,
+    /// Memory of the request's stream outside of private pools.
+    #[serde(skip)]
+    pub same_stream: Held,
     /// Setting against fragmentation; see [`OomReport`].
     #[serde(skip)]
     pub against_fragmentation: Option<String>,
@@ -65,15 +70,17 @@ impl OutOfMemory {
     /// The report that an allocator gives for a failed request, as far as the recording shows it.
     #[must_use]
     pub fn report(&self) -> OomReport {
-        let same_stream =
-            self.streams.iter().find(|state| state.stream == self.stream).map(|state| state.held).unwrap_or_default();
+        let same_stream = self.same_stream;
         let total = self.held.unwrap_or_default();
         let report = OomReport::new("the recorded allocator", self.requested_bytes)
-            .with_memory(total.reserved_bytes, total.allocated_bytes + total.pending_bytes)
+            .with_memory(total.reserved_bytes - self.private_free_bytes, total.allocated_bytes + total.pending_bytes)
             .with_limit(self.limit_bytes)
             .with_setting(self.against_fragmentation.clone());
         match self.held {
-            Some(held) => report.with_free(same_stream.largest_free_bytes, held.free_bytes - same_stream.free_bytes),
+            Some(held) => report.with_free(
+                same_stream.largest_free_bytes,
+                held.free_bytes - self.private_free_bytes - same_stream.free_bytes,
+            ),
             None => report,
         }
     }
@@ -98,6 +105,13 @@ impl fmt::Display for OutOfMemory {
         }
         write!(f, "\n  ")?;
         held.free(f)?;
+        if self.private_free_bytes > 0 {
+            let free = Bytes(self.private_free_bytes);
+            write!(
+                f,
+                "\n  {free} of it in private pools (CUDA graphs, MemPools), which serve only their own requests"
+            )?;
+        }
         if self.streams.len() > 1 {
             for StreamHeld { stream, held } in &self.streams {
                 write!(f, "\n  stream {stream:#x}: {} reserved, ", Bytes(held.reserved_bytes))?;
