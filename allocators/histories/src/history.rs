@@ -59,6 +59,8 @@ pub(crate) struct PrivatePools {
     /// Operations in which a pool releases its free segments by itself, in order. An operation with a pool's number empties no
     /// other cache.
     pub(crate) trimmed: Vec<(u32, u32)>,
+    /// Pools that the program deletes, and the operation before which: they release their free segments. In order.
+    pub(crate) deleted: Vec<(u32, u32)>,
     /// Number of allocations from them.
     pub(crate) allocations: u64,
     /// Number of allocations whose pool is ambiguous.

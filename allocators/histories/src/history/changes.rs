@@ -2,7 +2,7 @@
 
 use super::op::{BY_DEVICE, Kind, NEVER, Release};
 use super::{History, PrivatePools};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 impl History {
     /// Makes every free complete immediately, as if no other stream had used the block (without PyTorch's `record_stream`). The
@@ -103,6 +103,37 @@ impl History {
         self.beginning.segments.iter_mut().for_each(|segment| segment.stream = 0);
         self.beginning.blocks.iter_mut().for_each(|block| block.stream = 0);
         self.not_comparable = Some("all streams are merged".into());
+    }
+
+    /// Deletes each private pool after its last block is freed: its free segments are released then, as by PyTorch when a `MemPool` is
+    /// deleted. Pools with live blocks at the end, and those that existed before recording started, stay.
+    pub fn delete_private_pools(&mut self) {
+        let mut slots = vec![0; self.slots as usize];
+        // By pool: the number of live blocks, and the operation after its last one.
+        let mut pools: BTreeMap<u32, (u64, usize)> = BTreeMap::new();
+        for (at, op) in self.ops.iter().enumerate() {
+            match op.kind() {
+                Kind::Alloc => {
+                    slots[op.slot as usize] = op.pool();
+                    pools.entry(op.pool()).or_default().0 += 1;
+                }
+                Kind::Free | Kind::Release => {
+                    let pool = pools.entry(slots[op.slot as usize]).or_default();
+                    *pool = (pool.0.saturating_sub(1), at + 1);
+                }
+                Kind::Use | Kind::Trim | Kind::Refused | Kind::Nothing => {}
+            }
+        }
+        let kept = |pool: &u32| {
+            let before = self.beginning.segments.iter().any(|segment| segment.private == *pool);
+            *pool == 0 || before || self.pools.released.iter().any(|(_, released)| released == pool)
+        };
+        pools.retain(|pool, (live, _)| *live == 0 && !kept(pool));
+        // CAST: an index of an operation, below 2^32.
+        let mut deleted: Vec<(u32, u32)> = pools.into_iter().map(|(pool, (_, at))| (at as u32, pool)).collect();
+        deleted.sort_unstable();
+        self.pools.deleted = deleted;
+        self.not_comparable = Some("private pools are deleted".into());
     }
 
     /// Allocates everything from the shared cache, and nothing from private pools.

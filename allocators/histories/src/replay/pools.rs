@@ -1,6 +1,6 @@
 //! The private pools of a recording, in an allocator that has them.
 
-use crate::history::History;
+use crate::history::{History, PrivatePools};
 use vramlab_device::StreamId;
 use vramlab_policies::contract::{AllocError, DeviceAllocator, PrivatePool};
 
@@ -13,6 +13,8 @@ pub(super) struct Pools<'a> {
     pools: Vec<PrivatePool>,
     /// Pools to release, and the operation before which to do so.
     released: &'a [(u32, u32)],
+    /// Pools to delete, and the operation before which to do so.
+    deleted: &'a [(u32, u32)],
     /// Pools that release their free segments, and in which operation.
     trimmed: &'a [(u32, u32)],
     /// The current pool of each stream, 0 for none.
@@ -27,27 +29,36 @@ impl<'a> Pools<'a> {
         streams: &'a [StreamId],
     ) -> Result<Self, AllocError> {
         let pools = (0..history.pools.count).map(|_| allocator.pool_create()).collect::<Result<_, _>>()?;
-        let (released, trimmed) = (&history.pools.released, &history.pools.trimmed);
-        Ok(Self { allocator, streams, pools, released, trimmed, current: vec![0; streams.len()] })
+        let PrivatePools { released, deleted, trimmed, .. } = &history.pools;
+        Ok(Self { allocator, streams, pools, released, deleted, trimmed, current: vec![0; streams.len()] })
     }
 
     fn pool(&self, number: u32) -> PrivatePool {
         self.pools[number as usize - 1]
     }
 
-    /// Releases the pools that serve no request from operation `op` on.
+    /// Releases the pools that serve no request from operation `op` on, and deletes those that are due.
     #[inline]
     pub(super) fn release_until(&mut self, op: u32) -> Result<(), AllocError> {
         while let Some((&(_, pool), rest)) = self.released.split_first().filter(|((at, _), _)| *at <= op) {
             self.released = rest;
-            for stream in 0..self.current.len() {
-                if self.current[stream] == pool {
-                    self.enter(stream, 0)?;
-                }
-            }
-            self.allocator.pool_release(self.pool(pool))?;
+            self.release(pool)?;
+        }
+        while let Some((&(_, pool), rest)) = self.deleted.split_first().filter(|((at, _), _)| *at <= op) {
+            self.deleted = rest;
+            self.release(pool)?;
+            self.allocator.pool_trim(self.pool(pool))?;
         }
         Ok(())
+    }
+
+    fn release(&mut self, pool: u32) -> Result<(), AllocError> {
+        for stream in 0..self.current.len() {
+            if self.current[stream] == pool {
+                self.enter(stream, 0)?;
+            }
+        }
+        self.allocator.pool_release(self.pool(pool))
     }
 
     /// Directs the next requests of a stream to a pool.
