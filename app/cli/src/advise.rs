@@ -4,6 +4,7 @@ mod conf;
 mod evaluate;
 mod evidence;
 mod first;
+mod happened;
 mod not_recorded;
 mod program;
 mod ranks;
@@ -13,6 +14,7 @@ mod sentences;
 mod versions;
 
 use crate::explain::phases::{Phase, phases};
+use crate::explain::{self, Pools};
 use crate::gpus::Gpus;
 use crate::history::{Trace, TraceBuilder};
 use crate::reading::{ReadArgs, cores, in_parallel, share_of};
@@ -122,6 +124,8 @@ struct Advice {
     without_expandable_segments: Option<Setting>,
     /// If the first setting adds `expandable_segments`: the stack frame that rules them out, Windows or CUDA IPC.
     obstacle: Option<String>,
+    /// Memory by pool when memory ran out, else at the reserved peak, if the recording names private pools (CUDA graphs, MemPools).
+    pools: Option<Pools>,
     /// Phases of the program, split at its outermost annotations, else at its longest pauses; empty without either.
     phases: Vec<Phase>,
     /// Gains of program changes under the recorded settings, the largest saving first. Savings below 2 % of reserved memory, or for
@@ -131,6 +135,9 @@ struct Advice {
     also_tried: Vec<Outcome<Of>>,
     /// Allocators that no PyTorch setting selects, for comparison.
     other_allocators: Vec<Outcome<Other>>,
+    /// Requests right before which PyTorch released cached memory, where nothing shows whether memory was full or the program called
+    /// `empty_cache`; `null` without such.
+    unclear_releases: Option<u64>,
     /// Peak requested bytes, refused requests included.
     live_bytes: u64,
     #[serde(flatten)]
@@ -271,9 +278,10 @@ pub(crate) fn answer(file: &Path, recording: &Recording, limit: Option<u64>) -> 
     let advice = advice(file, &run, &Request::default(), false, recording)?;
     let mut out = serde_json::to_value(&advice)?;
     out["kept"] = sentences::kept(&advice).into();
-    out["happened"] = sentences::recorded_run(&advice).into();
+    out["happened"] = happened::recorded_run(&advice).into();
     out["bound"] = sentences::bounds(&advice).into();
     out["not_known"] = sentences::unknown(&advice).into();
+    out["changes"] = sentences::changes(&advice).into();
     Ok(out)
 }
 
@@ -487,9 +495,11 @@ fn advice(file: &Path, run: &RecordedRun, request: &Request, all: bool, recordin
             .map(|obstacle| obstacle.to_string()),
         settings,
         program_changes,
+        pools: explain::pools(recording)?,
         phases: phases(recording)?,
         also_tried,
         other_allocators: others,
+        unclear_releases: run.unclear_releases,
         live_bytes: bound(history),
         bounds,
         unknown: Unknown {

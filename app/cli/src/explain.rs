@@ -38,6 +38,7 @@ use vramlab::histories::formats::Action;
 use vramlab::histories::replay::{History, ReplaySettings, replay};
 use vramlab::{Bytes, Selection};
 
+pub(crate) use breakdown::Pools;
 pub(crate) use explanation::{Explanation, Moment};
 pub(crate) use lines::line_of;
 pub(crate) use moments::{Held, Line};
@@ -45,7 +46,7 @@ pub(crate) use purposes::is_cublas_workspace;
 pub(crate) use releases::{By, Releases};
 pub(crate) use screen::{place, when};
 pub(crate) use survey::{Misses, captures_graphs};
-pub(crate) use transient::{Avoidable, autocast_copies, optimizer_temporaries};
+pub(crate) use transient::{Avoidable, OptimizerTemporaries, autocast_copies, optimizer_temporaries};
 
 /// Default number of rows of each table.
 const ROWS: u16 = 5;
@@ -287,6 +288,20 @@ pub(crate) fn misses(recording: &Recording) -> Result<Misses> {
     Ok(survey.misses)
 }
 
+/// The memory of the pools at the moment whose breakdown `explain` shows; `None` if the recording names no private pool.
+///
+/// # Errors
+/// The memory budget is exceeded.
+pub(crate) fn pools(recording: &Recording) -> Result<Option<Pools>> {
+    if !survey::has_private_pools(recording) {
+        return Ok(None);
+    }
+    let mut view = View { recording, lines: Lines::new(&recording.origins, false) };
+    let (survey, checkpoints) = survey::survey(&mut view, &[], &[], &mut Explanation::default())?;
+    let (index, at) = survey.scene();
+    Ok(breakdown::pools(recording, &checkpoints.memory_at(index)?, index, at))
+}
+
 /// Describes the moments that the survey selected.
 fn describe_moments(
     view: &mut View<'_>,
@@ -297,12 +312,7 @@ fn describe_moments(
 ) -> Result<()> {
     let last = view.recording.events.len().checked_sub(1).unwrap_or(START);
     let (active, reserved) = (survey.peak_active.0, survey.peak_reserved());
-    let near = survey.near_peak();
-    let (scene, at) = match survey.last_refused {
-        Some(refused) => (refused, "out_of_memory"),
-        None if near == reserved => (reserved, "peak_reserved"),
-        None => (near, "near_peak_reserved"),
-    };
+    let (scene, at) = survey.scene();
     let mut detailed = vec![active, reserved, scene, last];
     detailed.extend(between.iter().flat_map(|between| [between.from, between.to]));
     let (mut from, mut to): (Option<Held>, Option<Held>) = (None, None);
@@ -328,6 +338,13 @@ fn describe_moments(
         }
         if index == scene {
             explanation.reserved = breakdown::breakdown(view, &memory, survey, index, at, explanation);
+            if let Some(last) = explanation.out_of_memory.last_mut().filter(|_| at == "out_of_memory") {
+                let pool = breakdown::pool_name(memory.pool_of(last.stream, last.asked_bytes));
+                let rows = explanation.reserved.streams.iter();
+                let private =
+                    rows.filter(|row| row.private_pool.is_some() && (row.stream, row.pool) == (last.stream, pool));
+                last.private_free_bytes = private.map(|row| row.reserved_bytes - row.active_bytes).sum();
+            }
             if index != active {
                 explanation.who.push(holders(view, &memory, index, at));
             }

@@ -614,7 +614,7 @@ fn schema_describes_every_key_of_advise() {
     let full = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/full.pickle.xz");
     let full = test_dir.run(&["advise", full.to_str().unwrap(), "--conf", "", "--json"]).ok().json();
     paths(&full, "", &mut written);
-    // With phases, and memory that is free on another stream.
+    // With phases, memory that is free on another stream, and a private pool.
     let mut story = Story::default();
     for (stream, name) in [(0, "load"), (7, "train")] {
         let at = stream << 30;
@@ -626,6 +626,11 @@ fn schema_describes_every_key_of_advise() {
         }
         story.annotate(name, "END", story.events.len());
     }
+    // One of the segments is a MemPool's.
+    for (at, pool) in [(0, 1), (7 << 30, 0)] {
+        story.held(at, 20 * MIB, json!([0, pool]));
+    }
+    story.segments.iter_mut().for_each(|segment| segment["segment_type"] = json!("large"));
     let phases = test_dir.write("phases.json", story.text());
     paths(&test_dir.run(&["advise", &phases, "--conf", "", "--json"]).ok().json(), "", &mut written);
     // With another GPU.

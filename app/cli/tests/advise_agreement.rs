@@ -109,7 +109,7 @@ fn next_best_lists_only_better_than_the_current_settings() {
     let test_dir = TestDir::new();
     let file = test_dir.write("pending.json", pending_at_end(false).text());
     let screen = test_dir.run(&["advise", &file]).ok().stdout;
-    assert!(screen.contains(" tested is better:") && !screen.contains("Next best"), "{screen}");
+    assert!(screen.contains(" tested is better by half a percent:") && !screen.contains("Next best"), "{screen}");
     // Settings of the command line are shown as they are.
     let arguments = ["advise", &file, "--conf", "", "--conf", "max_split_size_mb:64"];
     let screen = test_dir.run(&arguments).ok().stdout;
@@ -191,4 +191,65 @@ fn late_recording_says_what_is_compared() {
     assert!(words.contains(&format!("{less:.1} % less than their replay")), "{screen}");
     assert!(words.contains("but not less than the ") && words.contains("without the prior cache"), "{screen}");
     assert!(section(&screen, "Next best").contains(&format!("  {conf}").as_str()), "{screen}");
+}
+
+#[test]
+fn releases_right_before_a_request_are_named_by_explain_and_advise() {
+    let mut story = Story::default();
+    for at in [0, GIB] {
+        story.segment(at, 10 * MIB, 0);
+        story.alloc(at, 10 * MIB, 0, json!([script(1, "a")]));
+    }
+    story.free(0, 10 * MIB, 0);
+    story.free(GIB, 10 * MIB, 0);
+    for at in [0, GIB] {
+        story.event("segment_free", BASE + at, 10 * MIB, 0, json!([]));
+    }
+    story.segment(2 * GIB, 15 * MIB, 0);
+    story.alloc(2 * GIB, 15 * MIB, 0, json!([script(2, "b")]));
+    let test_dir = TestDir::new();
+    let run = |story: &Story| {
+        let file = test_dir.write("story.json", story.text());
+        let json = |command: &str| test_dir.run(&[command, &file, "--json"]).ok().json();
+        let screens = ["explain", "advise"].map(|command| {
+            let screen = test_dir.run(&[command, &file]).ok().stdout;
+            screen.split_whitespace().collect::<Vec<_>>().join(" ")
+        });
+        (json("explain"), json("advise"), screens)
+    };
+    // Nothing shows who released the segments.
+    let (explanation, advice, [explained, advised]) = run(&story);
+    assert_eq!((&explanation["num_retries"], &explanation["num_unclear_retries"]), (&json!(1), &json!(1)));
+    assert_eq!(advice["unclear_releases"], 1);
+    assert!(
+        explained.contains("right before a request once: memory was full, or the program called empty_cache"),
+        "{explained}"
+    );
+    assert!(advised.contains("released cached memory right before 1 request: memory was full, or"), "{advised}");
+    // The request's frames show that it did.
+    for event in &mut story.events {
+        if event["action"] == "segment_free" {
+            event["frames"] = json!([script(2, "b")]);
+        }
+    }
+    let (explanation, advice, [explained, advised]) = run(&story);
+    assert_eq!((&explanation["num_retries"], &explanation["num_unclear_retries"]), (&json!(1), &json!(0)));
+    assert_eq!((&advice["unclear_releases"], &advice["released"]["times"]), (&Value::Null, &json!(1)));
+    assert!(
+        explained.contains("memory was full: PyTorch released cached memory to serve a request once"),
+        "{explained}"
+    );
+    assert!(advised.contains("PyTorch emptied its cache once to serve a request"), "{advised}");
+}
+
+#[test]
+fn large_shares_are_said_as_multiples() {
+    let mut story = Story::default();
+    story.segment(0, 2 * MIB, 0);
+    story.alloc(0, 100, 0, json!([script(1, "main")]));
+    ends_with(&mut story, 0, 0, &[(512, 100, LIVE), (2 * MIB - 512, 0, "inactive")]);
+    story.segments[0]["segment_type"] = json!("small");
+    let test_dir = TestDir::new();
+    let screen = test_dir.run(&["advise", &test_dir.write("tiny.json", story.text())]).ok().stdout;
+    assert!(screen.contains("Peak reserved: 2 MiB, 20,972 times peak requested (100 B)"), "{screen}");
 }

@@ -1,6 +1,7 @@
 //! Evidence for an answer: the cache from before recording started, the replay under the recorded settings, and whether they
 //! show how much a setting saves.
 
+use super::WORTH;
 use super::evaluate::{Of, Outcome, Trial};
 use super::recorded_run::RecordedRun;
 use crate::history::is_as_recorded;
@@ -10,8 +11,9 @@ use serde::Serialize;
 use vramlab::Bytes;
 use vramlab::histories::memory::PriorCache;
 use vramlab::histories::replay::{Addresses, History, ReplaySettings};
+use vramlab::policy::size::torch::LARGE_SEGMENT;
 
-/// Smallest peak of the recorded settings from the common start, as a share of the recorded peak, at which savings are stated.
+/// Smallest ratio of two peaks of the recorded settings, as recorded and from the common start, at which savings are stated.
 const CLOSE: f64 = 0.9;
 
 /// Evidence for an answer.
@@ -28,6 +30,9 @@ pub(super) struct Evidence {
     /// Peak of the recorded settings when started with the blocks that were active before recording started and no other memory.
     /// Settings that cannot reuse the recorded segments start like this. `null` where nothing was cached.
     pub(super) same_start_peak_reserved_bytes: Option<u64>,
+    /// Bytes by which a peak from the common start may fall short, because earlier memory leaves one segment of each stream partly
+    /// used; 0 where nothing was cached.
+    pub(super) start_tolerance_bytes: u64,
     /// Comparison of the recording with its replay under the recorded settings.
     pub(super) compared: Compared,
     /// Sentences about memory that the recording does not show.
@@ -59,6 +64,9 @@ impl Evidence {
             0 => None,
             _ => Some(trial.changed(History::begin_without_cache)?.run(&run.conf)?.peak_reserved_bytes),
         };
+        // CAST: a number of streams.
+        let start_tolerance_bytes =
+            if reserved == 0 { 0 } else { LARGE_SEGMENT * run.trace.history.streams().len() as u64 };
         let mut not_recorded = Vec::new();
         if reserved > 0 {
             let unused = reserved.saturating_sub(in_blocks);
@@ -77,34 +85,49 @@ impl Evidence {
             told_from_end: run.segments == (0, 0),
             needed_reserved_bytes: peaks.map(|peaks| peaks.reserved.min(before.peak_in_use_bytes).min(most)),
             same_start_peak_reserved_bytes,
+            start_tolerance_bytes,
             compared: compared(run, trial)?,
             not_seen: not_recorded,
         })
     }
 
-    /// Saving of a setting with this peak, in percent of the recorded peak; `None` where the recording does not show it. The
-    /// recording shows it if the peak is at least the memory reserved before recording started; earlier demand is then irrelevant.
+    /// Saving of a setting with this peak, in percent of the recorded peak; `None` where the recording does not show it.
+    ///
+    /// In a recording that started late it is a lower bound. Before, the setting may have needed what was reserved by then. What the
+    /// common start changes for the recorded settings, in either direction, it may change for this one.
     pub(super) fn saving(&self, peak: u64) -> Option<f64> {
-        let needed = self.needed_reserved_bytes?;
-        let mut of = needed;
-        if let Some(same_start) = self.same_start_peak_reserved_bytes {
+        let needed = self.needed_reserved_bytes.filter(|needed| *needed > 0)?;
+        let Some(same_start) = self.same_start_peak_reserved_bytes else {
             // CAST: bytes of a device, below 2^53.
-            if !self.reaches(peak) || (same_start as f64) < CLOSE * needed as f64 {
-                return None;
-            }
-            of = of.min(same_start);
-        }
+            return Some(100.0 * (1.0 - peak as f64 / needed as f64).max(0.0));
+        };
         // CAST: as above.
-        (of > 0).then(|| 100.0 * (1.0 - peak as f64 / of as f64).max(0.0))
+        let ratio = needed.min(same_start) as f64 / needed.max(same_start) as f64;
+        let most = (peak + self.start_tolerance_bytes).max(self.prior_reserved());
+        // CAST: as above.
+        let saving = 100.0 * (1.0 - most as f64 / (needed as f64 * ratio)).max(0.0);
+        let is_known = ratio >= CLOSE && (self.reaches(peak) || saving >= WORTH);
+        is_known.then_some(saving)
     }
 
-    /// Whether [`saving`](Self::saving) compares with the current settings from the common start, which reserve less there.
+    /// Whether savings are lower bounds, because recording started late.
+    pub(super) fn is_bound(&self) -> bool {
+        self.same_start_peak_reserved_bytes.is_some()
+    }
+
+    /// Whether the current settings reserve less from the common start than recorded.
     pub(super) fn starts_lower(&self) -> bool {
         let needed = self.needed_reserved_bytes;
         self.same_start_peak_reserved_bytes.is_some_and(|same_start| needed.is_some_and(|needed| same_start < needed))
     }
 
-    /// The memory that [`saving`](Self::saving) compares with, in words.
+    /// The lower of the two peaks of the recorded settings: as recorded, and from the common start.
+    pub(super) fn reference_bytes(&self) -> u64 {
+        let needed = self.needed_reserved_bytes.unwrap_or(0);
+        self.same_start_peak_reserved_bytes.map_or(needed, |same_start| needed.min(same_start))
+    }
+
+    /// [`reference_bytes`](Self::reference_bytes) in words.
     pub(super) fn reference(&self) -> String {
         let needed = self.needed_reserved_bytes.unwrap_or(0);
         match self.same_start_peak_reserved_bytes.filter(|_| self.starts_lower()) {
@@ -172,5 +195,39 @@ impl Compared {
             let counts = self.counts();
             format!("Replay matches the recording exactly: {counts}, {addresses} equal.")
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Evidence of a recording whose recorded peak is 1000 MiB. `same_start`, `prior` and `tolerance` in MiB.
+    fn evidence(same_start: Option<u64>, prior: u64, tolerance: u64) -> Evidence {
+        Evidence {
+            before: PriorCache { reserved_bytes: prior << 20, ..PriorCache::default() },
+            told_from_end: false,
+            needed_reserved_bytes: Some(1000 << 20),
+            same_start_peak_reserved_bytes: same_start.map(|peak| peak << 20),
+            start_tolerance_bytes: tolerance << 20,
+            compared: Compared { segments_taken: 0, segments_returned: 0, allocations: 0, same: None },
+            not_seen: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn savings_of_late_recordings_are_lower_bounds() {
+        let saving = |evidence: &Evidence| evidence.saving(700 << 20).map(|saving| saving.round());
+        assert_eq!(saving(&evidence(None, 0, 0)), Some(30.0));
+        assert_eq!(saving(&evidence(Some(1000), 300, 0)), Some(30.0));
+        assert_eq!(saving(&evidence(Some(1000), 300, 20)), Some(28.0), "the start is known to a segment");
+        // The setting may have needed before what was reserved then.
+        assert_eq!(saving(&evidence(Some(1000), 800, 0)), Some(20.0));
+        assert_eq!(saving(&evidence(Some(1000), 990, 0)), None);
+        // The common start changes the recorded settings' peak, in either direction.
+        assert_eq!(saving(&evidence(Some(920), 300, 0)), Some(24.0));
+        assert_eq!(saving(&evidence(Some(1087), 300, 0)), Some(24.0));
+        assert_eq!(saving(&evidence(Some(890), 300, 0)), None);
+        assert_eq!(saving(&evidence(Some(1120), 300, 0)), None);
     }
 }

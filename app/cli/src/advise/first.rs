@@ -106,7 +106,10 @@ fn sentence(advice: &Advice) -> String {
         advice.recorded.peak_reserved_bytes.map_or(String::new(), |bytes| format!(" instead of {}", Bytes(bytes)));
     match advice.verdict {
         Verdict::Change => {
-            let less = advice.saving_percent.map_or(String::new(), |saving| format!(" (-{saving:.1} %)"));
+            let less = advice.saving_percent.map_or(String::new(), |saving| match advice.evidence.is_bound() {
+                true => format!(" (saves at least {saving:.1} %)"),
+                false => format!(" (-{saving:.1} %)"),
+            });
             let more = match (first.smallest_memory_bytes, advice.recorded.smallest_memory_bytes) {
                 (Some(least), Some(now)) if least > now => {
                     format!(", but needs {} instead of {}", at_least(least), at_least(now))

@@ -38,8 +38,10 @@ pub(super) enum Cause {
     PrivatePools,
     /// The same, of pools that also have live blocks.
     LivePrivatePools,
-    /// Optimizer steps allocate lists of intermediate tensors.
+    /// Optimizer steps allocate intermediate tensors.
     OptimizerTemporaries,
+    /// The same, in lists with a tensor for each parameter.
+    OptimizerLists,
     /// Autocast caches copies of weights.
     AutocastCopies,
 }
@@ -64,8 +66,10 @@ impl Cause {
                  loading weights, outside of the MemPool, and copy into it only what stays."
             }
             Self::OptimizerTemporaries => {
-                "Create the optimizer with fused=True (Adam, AdamW, SGD, Adagrad), which needs no such tensors; with foreach=False it \
-                 needs those of one parameter at a time and takes more kernels."
+                "Create the optimizer with fused=True (Adam, AdamW, SGD, Adagrad): its kernels need no such tensors."
+            }
+            Self::OptimizerLists => {
+                "Create the optimizer with foreach=False: it updates one parameter at a time, in more kernels."
             }
             Self::AutocastCopies => {
                 "Load the weights in autocast's precision (model.to(torch.bfloat16)): then no copies are made. Without gradients \
@@ -135,7 +139,10 @@ impl Change {
             Cause::OtherStreams => "On one stream",
             Cause::Workspaces => "With 128 KiB each",
             Cause::OptimizerTemporaries => "With fused=True",
+            Cause::OptimizerLists => "With foreach=False",
             Cause::AutocastCopies => "Without the copies",
+            Cause::PrivatePools => "With the MemPool deleted",
+            Cause::LivePrivatePools => "With one cache for all",
             _ => "Without it",
         };
         let (peak, instead_of) = (Bytes(without.peak_reserved_bytes), Bytes(instead));
@@ -200,7 +207,12 @@ pub(super) fn changes(
             out.push(change);
         }
     }
-    out.sort_by(|a, b| b.saving_percent.unwrap_or(0.0).total_cmp(&a.saving_percent.unwrap_or(0.0)));
+    // Where savings are equal or unknown, as after an out-of-memory, the lower peak is first.
+    let peak = |change: &Change| change.without.as_ref().map_or(u64::MAX, |without| without.peak_reserved_bytes);
+    out.sort_by(|a, b| {
+        let by_saving = b.saving_percent.unwrap_or(0.0).total_cmp(&a.saving_percent.unwrap_or(0.0));
+        by_saving.then_with(|| peak(a).cmp(&peak(b)))
+    });
     Ok(out)
 }
 
@@ -227,10 +239,15 @@ fn is_worth_it(change: &Change, replayed: &Outcome<Of>) -> bool {
         }
 }
 
-/// Whether the screen shows program changes before settings.
-pub(super) fn comes_first(changes: &[Change], verdict: Verdict, saving: Option<f64>) -> bool {
+/// Whether the screen shows program changes before settings. `peak`: that of the first setting.
+pub(super) fn comes_first(changes: &[Change], verdict: Verdict, saving: Option<f64>, peak: u64) -> bool {
     let best = changes.first().map(|first| first.saving_percent.unwrap_or(0.0));
     match verdict {
+        // After an out-of-memory savings are unknown.
+        Verdict::Change if saving.is_none() => {
+            let without = changes.first().and_then(|first| first.without.as_ref());
+            without.is_some_and(|without| without.runs() && without.peak_reserved_bytes < peak)
+        }
         Verdict::Keep | Verdict::OutOfMemory => best.is_some(),
         Verdict::Inconclusive => best > Some(0.0),
         Verdict::Change | Verdict::NotRecorded => best > Some(saving.unwrap_or(0.0)),
@@ -258,13 +275,15 @@ struct Finding {
 }
 
 fn findings(recording: &Recording, run: &RecordedRun, evidence: &Evidence) -> Result<Vec<Finding>> {
+    let [fused, one_at_a_time] = optimizer_temporaries(recording);
     let findings = [
         empty_cache(recording),
         other_streams(recording)?,
         workspaces(recording),
-        prior_cache(run, evidence),
+        prior_cache(recording, run, evidence),
         private_pools(recording),
-        optimizer_temporaries(recording),
+        fused,
+        one_at_a_time,
         autocast_copies(recording),
     ];
     Ok(findings.into_iter().flatten().collect())
@@ -400,14 +419,20 @@ fn workspaces(recording: &Recording) -> Option<Finding> {
 }
 
 /// Memory cached before recording started and still unused at the peak.
-fn prior_cache(run: &RecordedRun, evidence: &Evidence) -> Option<Finding> {
+fn prior_cache(recording: &Recording, run: &RecordedRun, evidence: &Evidence) -> Option<Finding> {
     // The earlier part of the program needed that memory once.
     let least = evidence.needed_reserved_bytes?.max(evidence.prior_reserved());
     let beyond = run.trace.recorded_peaks?.reserved.saturating_sub(least);
     let before = &run.prior_cache;
     // Segments released before the first allocation do not add to the peak.
     let later = before.returned_unused_bytes - before.returned_at_once_bytes;
-    let bytes = beyond.min(before.kept_unused_bytes + later);
+    // The cure is empty_cache, which releases nothing of a private pool.
+    let ending = recording.summary.ending().unwrap_or_default().iter();
+    let private =
+        ending.filter(|segment| segment.device == recording.device && segment.pool_id.is_some_and(|id| id != (0, 0)));
+    let idle = private.filter(|segment| segment.blocks.iter().all(|block| block.state == BlockState::Free));
+    let in_pools: u64 = idle.map(|segment| segment.total_size).sum();
+    let bytes = beyond.min(before.kept_unused_bytes.saturating_sub(in_pools) + later);
     (bytes > 0).then(|| Finding {
         cause: Cause::LeftoverCache,
         description: format!("{} were cached before recording started and unused at the peak", Bytes(bytes)),
@@ -419,35 +444,43 @@ fn prior_cache(run: &RecordedRun, evidence: &Evidence) -> Option<Finding> {
     })
 }
 
-/// Segments of `MemPool`s without a block at the end. Programs whose frames show CUDA graphs are left out: a graph writes to its
-/// memory at each launch.
+/// Free memory of `MemPool`s at the end. Programs whose frames show CUDA graphs are left out: a graph writes to its memory at each
+/// launch.
 fn private_pools(recording: &Recording) -> Option<Finding> {
     let ending = recording.summary.ending().unwrap_or_default().iter();
-    let idle = ending.filter(|segment| {
-        segment.device == recording.device
-            && segment.pool_id.is_some_and(|(graph, mem_pool)| graph == 0 && mem_pool != 0)
-            && segment.blocks.iter().all(|block| block.state == BlockState::Free)
-    });
-    let used = recording.summary.ending().unwrap_or_default().iter();
-    let used = used.filter(|segment| segment.device == recording.device);
-    let used = used.filter(|segment| segment.blocks.iter().any(|block| block.state != BlockState::Free));
-    let used: BTreeSet<(u64, u64)> = used.filter_map(|segment| segment.pool_id).collect();
-    let (mut segments, mut bytes, mut pools) = (0, 0, BTreeSet::new());
-    for segment in idle {
-        segments += 1;
-        bytes += segment.total_size;
-        pools.extend(segment.pool_id);
+    let ending = ending.filter(|segment| segment.device == recording.device);
+    let mut pools = BTreeMap::<(u64, u64), MemPool>::new();
+    for segment in ending {
+        let Some(pool) = segment.pool_id.filter(|(graph, mem_pool)| *graph == 0 && *mem_pool != 0) else { continue };
+        let pool = pools.entry(pool).or_default();
+        let free = segment.blocks.iter().filter(|block| block.state == BlockState::Free);
+        let free: u64 = free.map(|block| block.size).sum();
+        pool.free += free;
+        if free == segment.total_size {
+            pool.idle_segments += 1;
+        } else {
+            pool.is_live = true;
+        }
     }
+    pools.retain(|_, pool| pool.free > 0);
+    let names: Vec<String> =
+        pools.iter().map(|((major, minor), pool)| format!("{major}.{minor} ({})", Bytes(pool.free))).collect();
+    let (segments, bytes) =
+        (pools.values().map(|pool| pool.idle_segments).sum(), pools.values().map(|pool| pool.free).sum());
     let graphs = !recording.origins.has_frames() || explain::captures_graphs(&recording.origins);
     let description = format!(
-        "{} ({}) of {} are free at the end",
-        counted(segments, "segment"),
+        "{} are free in {} at the end, which no other request can use: pool {}",
         Bytes(bytes),
-        counted(pools.len() as u64, "MemPool")
+        counted(pools.len() as u64, "MemPool"),
+        names.join(", ")
     );
-    let removal: Removal = Box::new(History::without_private_pools);
-    (segments > 0 && !graphs).then(|| Finding {
-        cause: if pools.is_disjoint(&used) { Cause::PrivatePools } else { Cause::LivePrivatePools },
+    let live = pools.values().any(|pool| pool.is_live);
+    let removal: Removal = match live {
+        true => Box::new(History::without_private_pools),
+        false => Box::new(History::delete_private_pools),
+    };
+    (!pools.is_empty() && !graphs).then(|| Finding {
+        cause: if live { Cause::LivePrivatePools } else { Cause::PrivatePools },
         description,
         lines: Vec::new(),
         times: pools.len() as u64,
@@ -457,15 +490,33 @@ fn private_pools(recording: &Recording) -> Option<Finding> {
     })
 }
 
-/// Intermediate tensors that optimizer steps allocate and free.
-fn optimizer_temporaries(recording: &Recording) -> Option<Finding> {
-    let temporaries = explain::optimizer_temporaries(recording);
+/// Memory of a `MemPool` at the end.
+#[derive(Clone, Copy, Debug, Default)]
+struct MemPool {
+    /// Free bytes.
+    free: u64,
+    idle_segments: u64,
+    /// Whether a segment has an active block.
+    is_live: bool,
+}
+
+/// Intermediate tensors that optimizer steps allocate and free: of all steps, and of lists. A fused step needs none of them, and a step
+/// for one parameter at a time one tensor of each list.
+fn optimizer_temporaries(recording: &Recording) -> [Option<Finding>; 2] {
+    let explain::OptimizerTemporaries { all, lists, fused } = explain::optimizer_temporaries(recording);
     let description = format!(
         "Optimizer steps hold up to {} in intermediate tensors, {} that the same step frees",
-        Bytes(temporaries.peak_bytes),
-        counted(temporaries.numbers.len() as u64, "allocation")
+        Bytes(all.peak_bytes),
+        counted(all.numbers.len() as u64, "allocation")
     );
-    avoidable(recording, Cause::OptimizerTemporaries, description, temporaries)
+    let of_lists = format!(
+        "Optimizer steps hold lists of intermediate tensors, one tensor for each parameter; all but the largest of each list are up to \
+         {}, {}",
+        Bytes(lists.peak_bytes),
+        counted(lists.numbers.len() as u64, "allocation")
+    );
+    let all = avoidable(recording, Cause::OptimizerTemporaries, description, all);
+    [all.filter(|_| fused), avoidable(recording, Cause::OptimizerLists, of_lists, lists)]
 }
 
 /// Copies of weights that autocast caches.

@@ -7,6 +7,7 @@ use crate::history::{Trace, TraceBuilder};
 use crate::reading::ReadArgs;
 use crate::recording::Recording;
 use crate::replay::{Bounds, Search};
+use crate::words::grouped;
 use anyhow::Result;
 use serde::Serialize;
 use std::fmt;
@@ -42,6 +43,8 @@ pub(super) struct RecordedRun {
     pub(super) segments: (u64, u64),
     /// Cache flushes from which the limit is inferred.
     pub(super) retries: Option<Retries>,
+    /// Requests right before which memory was released for an unknown reason.
+    pub(super) unclear_releases: Option<u64>,
     pub(super) conf: Conf,
     /// Limit for the comparison of settings.
     pub(super) limit: Option<(u64, LimitSource)>,
@@ -112,7 +115,8 @@ impl RecordedRun {
         }
         let prior_cache = PriorCache::of(&recording.events, &recording.initial);
         let retries = retries.filter(|_| matches!(limit, Some((_, LimitSource::Retries))));
-        Ok(Self { trace, prior_cache, segments, retries, conf, limit, repeats, limit_missing })
+        let unclear_releases = Some(unclear_releases(recording)).filter(|count| *count > 0);
+        Ok(Self { trace, prior_cache, segments, retries, unclear_releases, conf, limit, repeats, limit_missing })
     }
 
     /// Replays in the memory for which settings are compared.
@@ -176,6 +180,9 @@ impl fmt::Display for RecordedRun {
                         write!(f, ", {free} free in {blocks} blocks, the largest {largest}")?;
                     }
                 }
+                if last.private_free_bytes > 0 {
+                    write!(f, " ({} of it in private pools)", Bytes(last.private_free_bytes))?;
+                }
             } else {
                 write!(f, " with {} live", Bytes(last.live_bytes))?;
             }
@@ -198,7 +205,14 @@ impl fmt::Display for RecordedRun {
                     Bytes(peaks.requested),
                 );
                 f.write_str(self.no_out_of_memory())?;
-                write!(f, " {peak}: {}, {above:.1} % above peak requested ({requested}", Bytes(reserved))?;
+                let above = match above {
+                    // CAST: a ratio of bytes, for display.
+                    above if above > 1000.0 => {
+                        format!("{} times peak requested", grouped((above / 100.0 + 1.0).round() as u64))
+                    }
+                    above => format!("{above:.1} % above peak requested"),
+                };
+                write!(f, " {peak}: {}, {above} ({requested}", Bytes(reserved))?;
                 f.write_str(match history.deferred_frees() {
                     0 => ").",
                     _ => ", deferred frees included).",
@@ -261,4 +275,27 @@ impl Retries {
         }
         Some(out).filter(|out| out.count > 0 && out.least <= out.most)
     }
+}
+
+/// Number of requests that a new segment served right after segments were released, where nothing shows who released them. Garbage
+/// collection is left out. Linear in the events.
+fn unclear_releases(recording: &Recording) -> u64 {
+    let collects = recording.settings.garbage_collection_threshold > 0.0;
+    if collects || !recording.summary.format.is_snapshot() {
+        return 0;
+    }
+    let releases = Releases::of(recording);
+    let (mut count, mut released, mut taken) = (0, false, false);
+    for (index, event) in recording.events.iter().enumerate() {
+        match event.action {
+            Action::SegmentFree | Action::SegmentUnmap => released |= releases.by(index) == By::Unknown,
+            Action::SegmentAlloc | Action::SegmentMap => taken = released,
+            Action::FreeCompleted => {}
+            action => {
+                count += u64::from(action == Action::Alloc && released && taken);
+                (released, taken) = (false, false);
+            }
+        }
+    }
+    count
 }

@@ -3,8 +3,7 @@
 use super::evaluate::{Outcome, Setting};
 use super::evidence::Evidence;
 use super::search::Ranked;
-use super::{Advice, LimitSource, Other, Verdict, WORTH, program};
-use crate::explain::phases;
+use super::{Advice, Other, Verdict, WORTH, happened, program};
 use crate::replay::Bounds;
 use crate::words::{RECORD, counted};
 use terminal::{Page, command, duration, quoted};
@@ -22,8 +21,9 @@ pub(super) fn report(advice: &Advice, all: bool, page: &mut Page) {
     let torch = advice.torch.as_ref().map_or(String::new(), |torch| format!(", PyTorch {torch}"));
     page.title(format!("{}: {events}, {streams}{torch}", advice.gpus.named(&advice.trace)));
     advice.gpus.lines().iter().for_each(|line| paragraph(page, line));
-    what_happened(advice, page);
-    let first = program::comes_first(&advice.program_changes, advice.verdict, advice.saving_percent);
+    happened::report(advice, page);
+    let peak = advice.settings.first().map_or(0, |first| first.outcome.peak_reserved_bytes);
+    let first = program::comes_first(&advice.program_changes, advice.verdict, advice.saving_percent, peak);
     if first {
         program_changes(advice, page);
     }
@@ -63,7 +63,7 @@ pub(super) fn at_least(bytes: u64) -> String {
 }
 
 /// Adds a paragraph under a title.
-fn paragraph(page: &mut Page, text: impl AsRef<str>) {
+pub(super) fn paragraph(page: &mut Page, text: impl AsRef<str>) {
     page.labelled("", 2, text.as_ref());
 }
 
@@ -72,109 +72,13 @@ fn detail(page: &mut Page, text: impl AsRef<str>) {
     page.labelled("", 4, text.as_ref());
 }
 
-fn what_happened(advice: &Advice, page: &mut Page) {
-    page.title("What happened");
-    recorded_run(advice).iter().for_each(|sentence| paragraph(page, sentence));
-}
-
-/// Sentences about the recorded run, and the limit for the comparison of settings.
-pub(super) fn recorded_run(advice: &Advice) -> Vec<String> {
-    let mut out = Vec::new();
-    if advice.cut.is_some() {
-        let events = counted(advice.events, "event");
-        out.push(format!("The file was truncated; the answer covers its first {events}."));
-    }
-    out.extend(prior_cache(&advice.evidence));
-    let recorded = &advice.recorded;
-    // Spaces allow line breaks.
-    let conf = recorded.conf.shown().replace(',', ", ");
-    let mut text = match advice.settings_known {
-        _ if !advice.of_pytorch => format!("{} The log names no settings of its allocator.", advice.run),
-        true => format!("{} Settings: {conf}.", advice.run),
-        false => format!("{} The file lacks the settings; {conf} assumed.", advice.run),
-    };
-    let compared = &advice.evidence.compared;
-    let off = recorded.replayed_off_percent;
-    if let Some(match_sentence) = compared.sentence() {
-        text += &format!(" {match_sentence}");
-    } else if let Some(off) = off.filter(|off| *off != 0.0) {
-        let more = if off > 0.0 { "more" } else { "less" };
-        text += &format!(" The replay under these settings reserves {:.2} % {more}.", off.abs());
-    } else if off.is_some() && compared.changes() > 0 {
-        text += &format!(" The replay under these settings has the same peak ({}).", compared.counts());
-    }
-    out.push(text);
-    out.extend(phases::sentence(&advice.phases));
-    if let Some((limit, source)) = advice.limit_bytes.zip(advice.limit_source) {
-        let limit = Bytes(limit);
-        out.push(match source {
-            LimitSource::Given => match &advice.limit_text {
-                Some(text) => format!("Memory limit: --limit {text}."),
-                None => format!("Memory limit: {limit} (--limit)."),
-            },
-            LimitSource::Retries => {
-                let (times, most) =
-                    advice.released.as_ref().map_or((0, 0), |released| (released.times, released.limit_most_bytes));
-                let times = if times == 1 { "once".to_owned() } else { format!("{times} times") };
-                format!(
-                    "Stack traces show that PyTorch emptied its cache {times} to serve a request. Inferred memory limit: {limit} to \
-                     {}; {limit} is used, override with --limit.",
-                    Bytes(most)
-                )
-            }
-            LimitSource::Recorded => format!("Memory limit: {limit} (recorded)."),
-            LimitSource::OutOfMemory => {
-                format!("Inferred memory limit: about {limit}; override with --limit.")
-            }
-            LimitSource::Collections => format!(
-                "PyTorch collected garbage, which it does only under a memory limit. Inferred memory limit: at most {limit}; \
-                 override with --limit."
-            ),
-        });
-    }
-    if advice.unknown.limit {
-        out.push(
-            "PyTorch may have collected garbage, which it does only under a memory limit. Pass the limit with --limit; \
-             without it these frees count as the program's own."
-                .to_owned(),
-        );
-    }
-    out
-}
-
-/// Memory cached before recording started: reused, released or never used.
-fn prior_cache(Evidence { before, told_from_end, .. }: &Evidence) -> Option<String> {
-    if before.reserved_bytes == 0 {
-        return None;
-    }
-    let (reserved, active) = (Bytes(before.reserved_bytes), Bytes(before.in_blocks_bytes.min(before.reserved_bytes)));
-    let mut out = match told_from_end {
-        true => format!(
-            "The recording has no segment events; the {reserved} reserved at its end are assumed to predate it."
-        ),
-        false => format!("{reserved} were reserved before recording started, {active} of them active."),
-    };
-    let (first, released) = (before.returned_at_once_bytes, before.returned_unused_bytes);
-    if first > 0 {
-        let bytes = Bytes(first);
-        out += &format!(
-            " {bytes} were cached and released before the first allocation, as when empty_cache drops an earlier run's cache."
-        );
-    }
-    if released > first {
-        out += &format!(" {} were cached and released without being used.", Bytes(released - first));
-    }
-    if before.kept_unused_bytes > 0 {
-        out += &format!(" {} stayed cached to the end and were never used.", Bytes(before.kept_unused_bytes));
-    }
-    Some(out)
-}
-
-/// A saving, and what it is compared with where that is not the row of the current settings.
+/// A saving; a lower bound where recording started late.
 fn saving_words(advice: &Advice, saving: Option<f64>) -> Option<String> {
     let saving = saving.filter(|saving| *saving > 0.0)?;
-    let other = advice.evidence.same_start_peak_reserved_bytes.filter(|_| advice.evidence.starts_lower());
-    Some(format!("-{saving:.1} %{}", other.map_or(String::new(), |bytes| format!(" from {}", Bytes(bytes)))))
+    Some(match advice.evidence.is_bound() {
+        true => format!("saves at least {saving:.1} %"),
+        false => format!("-{saving:.1} %"),
+    })
 }
 
 /// Peak, minimum memory and cost of a setting.
@@ -290,6 +194,9 @@ fn settings_to_change(advice: &Advice, page: &mut Page) {
         }
         if let Some(same_start) = advice.evidence.same_start_peak_reserved_bytes {
             paragraph(page, format!("current settings without the prior cache: peak reserved {}", Bytes(same_start)));
+            if advice.saving_percent.is_some_and(|saving| saving > 0.0) {
+                paragraph(page, late_start(&advice.evidence, same_start));
+            }
         }
         let current = format!("{}; {}", current_memory(&recorded.current), current_cost(now));
         paragraph(
@@ -332,6 +239,17 @@ fn settings_to_change(advice: &Advice, page: &mut Page) {
         }
         detail(page, outlook(setting, None));
     }
+}
+
+/// What a saving allows for in a recording that started late.
+fn late_start(evidence: &Evidence, same_start: u64) -> String {
+    format!(
+        "The saving is a lower bound, because recording started late: the setting may have needed up to {} before, and another start \
+         changes the current settings' peak to {} from {}.",
+        Bytes(evidence.prior_reserved()),
+        Bytes(same_start),
+        Bytes(evidence.needed_reserved_bytes.unwrap_or(0))
+    )
 }
 
 /// Peak and minimum memory of the current settings.
@@ -381,7 +299,7 @@ fn keep(advice: &Advice, first: &Setting, tried: usize) -> String {
     let certain = advice.saving_percent.unwrap_or(0.0);
     if first.conf().acts_as(&advice.recorded.conf) || !first.is_better_than(current) && certain == 0.0 {
         return format!(
-            "Keep the current settings; by peak reserved, minimum memory and driver time none of {tried} tested is better"
+            "Keep the current settings; by peak reserved, minimum memory and driver time none of {tried} tested is better by half a percent"
         );
     }
     if (below_replay - certain).abs() < 0.05 {
@@ -389,10 +307,16 @@ fn keep(advice: &Advice, first: &Setting, tried: usize) -> String {
     }
     let reference = advice.evidence.reference();
     let less = if below_replay < 0.0 { "more" } else { "less" };
-    let by = if certain > 0.0 { format!("only {certain:.1} % less") } else { "not less".to_owned() };
+    // CAST: as above.
+    let below_reference = 100.0 * (1.0 - peak as f64 / advice.evidence.reference_bytes().max(1) as f64);
+    let but = match certain {
+        _ if below_reference <= 0.0 => format!("not less than {reference}"),
+        certain if (below_reference - certain).abs() < 0.05 => format!("only {certain:.1} % less than {reference}"),
+        certain => format!("recording started late, so that only {certain:.1} % are certain"),
+    };
     format!(
         "Keep the current settings; the best of {tried} tested, {conf}, reserves {}, {:.1} % {less} than their replay ({}), but \
-         {by} than {reference}",
+         {but}",
         Bytes(peak),
         below_replay.abs(),
         Bytes(now)
@@ -410,6 +334,14 @@ pub(super) fn needs_more(advice: &Advice, setting: &Setting) -> Option<String> {
             at_least(now)
         )
     })
+}
+
+/// The program changes, each as one paragraph.
+pub(super) fn changes(advice: &Advice) -> Vec<String> {
+    let replayed = &advice.recorded.replayed;
+    let paragraph =
+        |change: &program::Change| format!("{} {} {}", change.sentence(), change.gain(replayed), change.remedy());
+    advice.program_changes.iter().map(paragraph).collect()
 }
 
 fn program_changes(advice: &Advice, page: &mut Page) {
@@ -503,6 +435,10 @@ pub(super) fn bounds(advice: &Advice) -> String {
         let ordered = needs(ordered_lower_bound_bytes, ordered_plan_bytes, advice.bounds.ordered_plan_end);
         let also = if waits { "also " } else { "" };
         out += &format!("; if {also}no stream waits to reuse another's block {ordered}");
+    }
+    // Other allocators have one pool for all.
+    if advice.pools.is_some() {
+        out += "; each with the private pools apart, as recorded";
     }
     match waits {
         true => out + ". Settings need less where PyTorch, out of memory, waits for these frees.",

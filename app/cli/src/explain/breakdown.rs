@@ -7,10 +7,11 @@ use super::explanation::{
 use super::moments::{line_of, moment};
 use super::survey::{Survey, Waits, has_private_pools};
 use crate::recording::{Recording, START};
+use serde::Serialize;
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
+use vramlab::histories::formats::Action;
 use vramlab::histories::memory::{BEFORE, Block, Contents, Memory, Pool, Segment};
-use vramlab::policy::size::torch::{LARGE_SEGMENT, SMALL_SEGMENT};
 use vramlab::{Bytes, Ledger};
 
 /// Maximum number of mostly free segments described, and of blocks of each.
@@ -20,7 +21,7 @@ const KEEPERS: usize = 100;
 /// Free share from which a segment counts as mostly free.
 const MOSTLY: f64 = 0.5;
 
-fn pool_name(pool: Pool) -> &'static str {
+pub(super) fn pool_name(pool: Pool) -> &'static str {
     if pool.small { "small" } else { "large" }
 }
 
@@ -35,7 +36,8 @@ pub(super) fn breakdown(
 ) -> ReservedBreakdown {
     let (one_stream, allocations) = (explanation.streams < 2, explanation.allocations);
     let event_stream = view.recording.events.get(index).map(|event| event.stream);
-    let private = PrivateSegments::new(view.recording);
+    let private = PrivateSegments::new(view.recording, index);
+    let refused = (at == "out_of_memory").then(|| has_private_pools(view.recording));
     let mut uses: BTreeMap<(Pool, Option<PoolId>), StreamUse> = BTreeMap::new();
     let mut sparse: Vec<(u64, Segment, Contents)> = Vec::new();
     for (&start, segment) in memory.segments() {
@@ -53,14 +55,12 @@ pub(super) fn breakdown(
         row.reserved_bytes += segment.bytes;
         row.active_bytes += inside.active;
         row.pending_bytes += inside.pending;
-        let soft = releasable(memory, start, segment, &inside);
-        row.soft_bytes += soft;
-        if inside.blocks > 0 {
-            row.hard_bytes += inside.free - soft;
-            // CAST: a share of bytes.
-            if !segment.expandable && inside.free as f64 > MOSTLY * segment.bytes as f64 {
-                sparse.push((start, *segment, inside));
-            }
+        let soft = memory.releasable(start, segment, &inside);
+        *(if private_pool.is_some() { &mut row.kept_bytes } else { &mut row.soft_bytes }) += soft;
+        row.hard_bytes += inside.free - soft;
+        // CAST: a share of bytes.
+        if inside.blocks > 0 && !segment.expandable && inside.free as f64 > MOSTLY * segment.bytes as f64 {
+            sparse.push((start, *segment, inside));
         }
     }
     let mut streams: Vec<StreamUse> = uses.into_values().collect();
@@ -72,17 +72,18 @@ pub(super) fn breakdown(
     let pinned_free_bytes = sparse.iter().map(|(_, _, inside)| inside.free).sum();
     sparse.truncate(SEGMENTS);
     let pinned = sparse.iter().map(|segment| describe(view, memory, index, segment)).collect();
-    let mut ledger = memory.ledger(stream);
-    let rows = || streams.iter().filter(|row| row.stream == stream);
-    let pages: u64 = rows().map(|row| row.soft_bytes).sum();
-    let private_soft: u64 = rows().filter(|row| row.private_pool.is_some()).map(|row| row.soft_bytes).sum();
-    (ledger.soft, ledger.hard) = (pages, (ledger.soft + ledger.hard).saturating_sub(pages));
-    let refused = (at == "out_of_memory").then(|| has_private_pools(view.recording));
+    let ledger = memory.ledger(stream);
+    let mut kept: BTreeMap<&str, u64> = BTreeMap::new();
+    for row in streams.iter().filter(|row| row.stream == stream && row.kept_bytes > 0) {
+        *kept.entry(row.private_pool.as_deref().unwrap_or_default()).or_default() += row.kept_bytes;
+    }
+    let expandable = memory.segments().values().any(|segment| segment.expandable);
+    let parts = parts(&ledger, one_stream, expandable, &kept, refused);
     ReservedBreakdown {
         at,
         moment: moment(view, memory, index),
         stream,
-        parts: parts(&ledger, one_stream, private_soft, refused),
+        parts,
         stranded: stranded(view, &streams, survey, index, allocations),
         streams,
         pending: pending(view, survey),
@@ -129,46 +130,119 @@ fn describe(
 /// PyTorch's id of a memory pool.
 type PoolId = (u64, u64);
 
-/// The segments of private pools in the final snapshot: start, end and pool of each.
-struct PrivateSegments(BTreeMap<u64, (u64, PoolId)>);
+/// The segments of private pools: start, end and pool of each.
+pub(super) struct PrivateSegments(BTreeMap<u64, (u64, PoolId)>);
 
 impl PrivateSegments {
-    fn new(recording: &Recording) -> Self {
+    /// Those that the events up to `index` name (PyTorch 2.12 and later), and for other addresses those of the final snapshot.
+    pub(super) fn new(recording: &Recording, index: usize) -> Self {
         let segments = recording.summary.ending().unwrap_or_default().iter();
         let private = segments.filter(|segment| segment.device == recording.device).filter_map(|segment| {
             let id = segment.pool_id.filter(|id| *id != (0, 0))?;
-            Some((segment.address, (segment.address + segment.total_size, id)))
+            Some((segment.address, (segment.address.saturating_add(segment.total_size), id)))
         });
-        Self(private.collect())
+        let mut out = Self(private.collect());
+        let named = recording.summary.segment_pools.iter().filter(|named| named.device == recording.device);
+        for named in named {
+            let Some(at) = usize::try_from(named.event).ok().and_then(|number| number.checked_sub(1)) else { continue };
+            let Some(event) = recording.events.get(at).filter(|_| index != START && at <= index) else { continue };
+            out.0.remove(&event.addr);
+            let taken = matches!(event.action, Action::SegmentAlloc | Action::SegmentMap);
+            if taken && named.pool != (0, 0) {
+                out.0.insert(event.addr, (event.addr.saturating_add(event.bytes), named.pool));
+            }
+        }
+        out
+    }
+
+    /// Free bytes in those of them that have a stream and a size class.
+    pub(super) fn free_bytes(&self, memory: &Memory, pool: Pool) -> u64 {
+        let segments = self.0.keys().filter_map(|start| Some((*start, memory.segments().get(start)?)));
+        let alike = segments.filter(|(_, segment)| segment.pool() == pool);
+        alike.map(|(start, segment)| memory.contents(start, segment).free).sum()
     }
 
     /// The private pool of the segment at an address.
-    fn pool(&self, address: u64) -> Option<PoolId> {
+    pub(super) fn pool(&self, address: u64) -> Option<PoolId> {
         let (_, (end, id)) = self.0.range(..=address).next_back()?;
         (address < *end).then_some(*id)
     }
 }
 
-/// Bytes of a segment that PyTorch's cache release unmaps or frees: the segment if it has no blocks; of an expandable segment the
-/// whole pages of each free block.
-fn releasable(memory: &Memory, start: u64, segment: &Segment, inside: &Contents) -> u64 {
-    if inside.blocks == 0 || !segment.expandable {
-        return if inside.blocks == 0 { inside.free } else { 0 };
-    }
-    // An expandable segment maps and unmaps pages of its pool's segment size. A mapped range starts at a page.
-    let page = if segment.small { SMALL_SEGMENT } else { LARGE_SEGMENT };
-    let whole_pages = |(address, bytes): (u64, u64)| {
-        let from = (address - start).next_multiple_of(page);
-        let to = (address - start + bytes) / page * page;
-        to.saturating_sub(from)
-    };
-    memory.free_in(start, segment).map(whole_pages).sum()
+/// Memory of the pools at a moment, for a recording that names private pools.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Pools {
+    /// `peak_reserved`, `near_peak_reserved` or `out_of_memory`.
+    pub(crate) at: &'static str,
+    /// Number of the event, from 1; 0 before recording started.
+    pub(crate) event: u64,
+    /// The default pool, then private pools by id.
+    pub(crate) pools: Vec<PoolUse>,
 }
 
-/// The breakdown's parts: requested bytes, and the five parts between requested and reserved.
+/// Memory of a pool.
+#[derive(Clone, Debug, Default, Serialize)]
+pub(crate) struct PoolUse {
+    /// PyTorch's id, such as `0.1`; `null` for the default pool.
+    pub(crate) pool: Option<String>,
+    pub(crate) segments: u64,
+    pub(crate) reserved_bytes: u64,
+    /// In active blocks; includes pending frees.
+    pub(crate) active_bytes: u64,
+    /// In free segments, and in whole free pages of expandable segments.
+    pub(crate) free_bytes: u64,
+    /// Other free bytes: in partly used segments.
+    pub(crate) partly_used_bytes: u64,
+}
+
+/// The pools after an event, by PyTorch's id; `None` if the recording names no private pool with memory then.
+pub(super) fn pools(recording: &Recording, memory: &Memory, index: usize, at: &'static str) -> Option<Pools> {
+    let private = PrivateSegments::new(recording, index);
+    let mut uses: BTreeMap<Option<PoolId>, PoolUse> = BTreeMap::new();
+    for (&start, segment) in memory.segments() {
+        let inside = memory.contents(start, segment);
+        let pool = private.pool(start);
+        let row = uses.entry(pool).or_insert_with(|| PoolUse {
+            pool: pool.map(|(major, minor)| format!("{major}.{minor}")),
+            ..PoolUse::default()
+        });
+        let soft = memory.releasable(start, segment, &inside);
+        row.segments += 1;
+        row.reserved_bytes += segment.bytes;
+        row.active_bytes += inside.active;
+        row.free_bytes += soft;
+        row.partly_used_bytes += inside.free - soft;
+    }
+    let event = if index == START { 0 } else { recording.number(index) };
+    uses.keys().any(Option::is_some).then(|| Pools { at, event, pools: uses.into_values().collect() })
+}
+
+/// The sentence about free segments of private pools, which neither `empty_cache` nor a retry releases. `pools`: the bytes of each.
+fn kept_sentence(pools: &BTreeMap<&str, u64>, refused: bool) -> String {
+    let list: Vec<String> = pools.iter().map(|(pool, bytes)| format!("{} in {pool}", Bytes(*bytes))).collect();
+    let list = list.join(", ");
+    match refused {
+        // PyTorch releases its cache before it reports that memory ran out.
+        true => format!(
+            "free segments that the failed request did not release; live private pools (CUDA graphs, MemPools) keep such segments: {list}"
+        ),
+        false => format!(
+            "empty_cache or a retry releases free segments, except {} in private pools (CUDA graphs, MemPools) while these exist: {list}",
+            Bytes(pools.values().sum())
+        ),
+    }
+}
+
+/// The breakdown's parts: requested bytes, and the parts between requested and reserved.
 ///
-/// `private_soft`: the bytes of `soft` in private pools. `refused`: memory ran out, and whether the recording shows private pools.
-fn parts(ledger: &Ledger, one_stream: bool, private_soft: u64, refused: Option<bool>) -> Vec<Part> {
+/// `kept`: bytes of free segments by private pool. `refused`: memory ran out, and whether the recording shows private pools.
+fn parts(
+    ledger: &Ledger,
+    one_stream: bool,
+    expandable: bool,
+    kept: &BTreeMap<&str, u64>,
+    refused: Option<bool>,
+) -> Vec<Part> {
     let Ledger { reserved, requested, internal, soft, hard, stream, pending, .. } = *ledger;
     let part = |name, bytes, text: &str| {
         // CAST: shares for display.
@@ -180,19 +254,18 @@ fn parts(ledger: &Ledger, one_stream: bool, private_soft: u64, refused: Option<b
         false => "freed blocks that other streams may still use (record_stream)",
     };
     let free = match refused {
-        // PyTorch releases its cache before it reports that memory ran out.
-        Some(true) => {
+        // Where the segments of a private pool have no name, the free ones may be among these.
+        Some(true) if kept.is_empty() => {
             "free segments that the failed request did not release; live private pools (CUDA graphs, MemPools) keep such segments"
         }
-        Some(false) => "free segments and whole free pages that the failed request did not release",
+        Some(_) => "free segments and whole free pages that the failed request did not release",
         None => "free segments and whole free pages; empty_cache or a retry releases them",
     };
-    let free = match private_soft {
-        bytes if bytes > 0 && refused.is_none() => {
-            format!("{free}, except {} in private pools (CUDA graphs, MemPools) while these exist", Bytes(bytes))
-        }
-        _ => free.to_owned(),
+    let shared = match expandable {
+        true => "free blocks that share a page or a segment with active blocks; not releasable",
+        false => "free blocks in segments with active blocks; releasable only if expandable",
     };
+    let kept_bytes = kept.values().sum();
     vec![
         part("requested", requested, "requested by the program in live blocks"),
         part(
@@ -200,8 +273,9 @@ fn parts(ledger: &Ledger, one_stream: bool, private_soft: u64, refused: Option<b
             internal,
             "lost inside live blocks: requests are rounded up, and small remainders are not split off",
         ),
-        part("soft", soft, &free),
-        part("hard", hard, "free blocks in segments with active blocks; releasable only if expandable"),
+        part("soft", soft.saturating_sub(kept_bytes), free),
+        part("kept", kept_bytes, &kept_sentence(kept, refused.is_some())),
+        part("hard", hard, shared),
         part("stream", stream, "free blocks in other streams' segments; not available to this stream"),
         part("pending", pending, waits),
     ]

@@ -1,6 +1,7 @@
 //! The result of `explain`: all that it prints, draws and writes as JSON.
 
 use super::causes::Cause;
+use super::frames::Code;
 use super::purposes::PurposeShare;
 use crate::explain::phases::Phase;
 use crate::gpus::Gpus;
@@ -61,6 +62,8 @@ pub(crate) struct Explanation {
     pub(crate) retries: Vec<Retry>,
     /// Number of such requests.
     pub(crate) num_retries: u64,
+    /// Those of them where nothing shows whether memory was full or the program called `empty_cache` right before the request.
+    pub(crate) num_unclear_retries: u64,
     /// Number of other cache releases.
     pub(crate) num_releases: u64,
     /// Curves over the recording, at most 512 points.
@@ -137,6 +140,8 @@ pub(crate) struct Refused {
     pub(crate) cause: Cause,
     /// All free bytes in the request's stream and pool.
     pub(crate) free_bytes: u64,
+    /// Part of `free_bytes` in private pools (CUDA graphs, MemPools), if the recording names them; only of the last refused request.
+    pub(crate) private_free_bytes: u64,
     #[serde(flatten)]
     pub(crate) moment: Moment,
 }
@@ -167,6 +172,8 @@ pub(crate) struct Holders {
 pub(crate) struct Share {
     /// Innermost frame of the user's code; in the backward pass, which has none, the autograd node.
     pub(crate) line: String,
+    /// Whose code `line` is: `program`, `library` or `torch`; `null` if it is not a line.
+    pub(crate) code: Option<Code>,
     /// The innermost library frame that the line called, else PyTorch's, else the operator; the name of a workspace.
     pub(crate) inside: Option<String>,
     /// Whether the blocks have no frames, as in the backward pass; `line` is then the last recorded line before them.
@@ -181,6 +188,8 @@ pub(crate) struct Share {
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub(crate) struct Node {
     pub(crate) name: String,
+    /// Whose code it is: `program`, `library` or `torch`; `null` if it is not a line.
+    pub(crate) code: Option<Code>,
     pub(crate) bytes: u64,
     pub(crate) blocks: u64,
     /// Calls inside this call.
@@ -253,8 +262,9 @@ pub(crate) struct ReservedBreakdown {
 /// One part of the reserved-memory breakdown.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(crate) struct Part {
-    /// `requested`, `internal` (rounding), `soft` (free, releasable), `hard` (free, partly used segments), `stream` (free on other
-    /// streams) or `pending` (deferred frees).
+    /// `requested`, `internal` (rounding), `soft` (free, releasable), `kept` (free segments of private pools, which
+    /// neither `empty_cache` nor a retry releases), `hard` (free, partly used segments),
+    /// `stream` (free on other streams) or `pending` (deferred frees).
     pub(crate) name: &'static str,
     pub(crate) bytes: u64,
     pub(crate) sentence: String,
@@ -277,6 +287,8 @@ pub(crate) struct StreamUse {
     pub(crate) pending_bytes: u64,
     /// Free and releasable: whole free segments, and whole free pages of expandable segments.
     pub(crate) soft_bytes: u64,
+    /// The same in a private pool: neither `empty_cache` nor a retry releases them.
+    pub(crate) kept_bytes: u64,
     /// Other free bytes: in partly used segments.
     pub(crate) hard_bytes: u64,
     /// Largest free block.

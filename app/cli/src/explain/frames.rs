@@ -1,5 +1,6 @@
 //! Kinds of stack frames (user code, library, PyTorch, autograd node, operator, glue code) and their text.
 
+use serde::Serialize;
 use std::borrow::Cow;
 
 /// Name of the frames of a cuBLAS handle's workspace.
@@ -28,6 +29,39 @@ pub(super) enum Kind<'n> {
     Recorder,
     /// Glue code: the C interpreter, the dispatcher, system libraries.
     Glue,
+}
+
+/// Whose code a line is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Code {
+    /// The user's program.
+    Program,
+    /// An installed package, Python's standard library, or a C++ library.
+    Library,
+    /// PyTorch: its Python files, code that it generates, autograd nodes and operators.
+    Torch,
+}
+
+impl Code {
+    pub(super) fn new(kind: Kind<'_>, file: &str) -> Self {
+        let file = &*slashes(file);
+        match kind {
+            Kind::User => Self::Program,
+            Kind::Compiled | Kind::Node(_) | Kind::Engine | Kind::Operator(_) => Self::Torch,
+            Kind::PyTorch if file.contains("torch/") || file.contains("triton/") || !is_stdlib(file) => Self::Torch,
+            _ => Self::Library,
+        }
+    }
+
+    /// In one word; `None` for the user's program.
+    pub(super) fn word(self) -> Option<&'static str> {
+        match self {
+            Self::Program => None,
+            Self::Library => Some("library"),
+            Self::Torch => Some("torch"),
+        }
+    }
 }
 
 impl<'n> Kind<'n> {

@@ -1,6 +1,6 @@
 //! Folded stacks: the lines of the user's code, with library frames folded.
 
-use super::frames::{Kind, is_program_source, place, short};
+use super::frames::{Code, Kind, is_program_source, place, short};
 use std::borrow::Cow;
 use std::collections::HashMap;
 use std::hash::Hash;
@@ -33,6 +33,9 @@ impl<T: Clone + Eq + Hash> Numbered<T> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(super) struct LineId(u32);
 
+/// A line as text, and whose code it is; `None` where several lines are omitted.
+type Text = (String, Option<Code>);
+
 /// A folded stack: its lines by number, or as text.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Folded<P = LineId> {
@@ -61,7 +64,7 @@ pub(super) struct Lines<'r> {
     origins: &'r Origins,
     /// Whether to keep all frames.
     all: bool,
-    texts: Numbered<String>,
+    texts: Numbered<Text>,
     folded: Vec<Option<Folded>>,
 }
 
@@ -77,7 +80,7 @@ impl<'r> Lines<'r> {
             return folded;
         }
         let Folded { path, inside } = fold(self.origins, stack, self.all);
-        let mut number = |text: String| LineId(self.texts.enter(text));
+        let mut number = |text: Text| LineId(self.texts.enter(text));
         let folded = Folded { path: path.into_iter().map(&mut number).collect(), inside: inside.map(&mut number) };
         if let Some(slot) = self.folded.get_mut(stack.index()) {
             *slot = Some(folded.clone());
@@ -87,7 +90,12 @@ impl<'r> Lines<'r> {
 
     /// A line as text: `train.py:14 gpt2`.
     pub(super) fn label(&self, line: LineId) -> String {
-        self.texts.list[line.0 as usize - 1].clone()
+        self.texts.list[line.0 as usize - 1].0.clone()
+    }
+
+    /// Whose code a line is.
+    pub(super) fn code(&self, line: LineId) -> Option<Code> {
+        self.texts.list[line.0 as usize - 1].1
     }
 
     /// The user's line of a stack, as text.
@@ -127,18 +135,18 @@ fn without_middle<T>(mut path: Vec<T>, middle: impl FnOnce(usize) -> T) -> Vec<T
 }
 
 /// The entry for omitted lines.
-fn omission(lines: usize) -> String {
-    format!("… {lines} calls in between …")
+fn omission(lines: usize) -> Text {
+    (format!("… {lines} calls in between …"), None)
 }
 
 /// Folds a stack, as text.
-fn fold(origins: &Origins, stack: StackId, all: bool) -> Folded<String> {
+fn fold(origins: &Origins, stack: StackId, all: bool) -> Folded<Text> {
     let frames: Vec<Frame> = origins.frames(stack).collect();
     if all {
         let shown = frames.iter().filter(|frame| kind(origins, frame) != Kind::Recorder);
         let path = without_middle(shown.rev().map(Ok).collect(), Err);
         let text = |entry| match entry {
-            Ok(frame) => frame_text(origins, frame, short),
+            Ok(frame) => line_text(origins, frame),
             Err(lines) => omission(lines),
         };
         return Folded { path: path.into_iter().map(text).collect(), inside: None };
@@ -148,14 +156,15 @@ fn fold(origins: &Origins, stack: StackId, all: bool) -> Folded<String> {
 }
 
 /// The lines of a program without Python and PyTorch: all frames whose source is known. `None` for other stacks.
-fn program_lines(origins: &Origins, frames: &[Frame]) -> Option<Vec<String>> {
+fn program_lines(origins: &Origins, frames: &[Frame]) -> Option<Vec<Text>> {
     let native = |frame: &Frame| matches!(kind(origins, frame), Kind::Native | Kind::Glue);
     let known = |frame: &&Frame| frame.line > 0 && is_program_source(origins.spelt(frame.filename));
-    let shown = frames.iter().rev().filter(known).map(|frame| frame_text(origins, frame, short));
+    let text = |frame| (frame_text(origins, frame, short), Some(Code::Program));
+    let shown = frames.iter().rev().filter(known).map(text);
     frames.iter().all(native).then(|| shown.collect::<Vec<_>>()).filter(|lines| !lines.is_empty())
 }
 
-fn fold_by_kind(origins: &Origins, frames: &[Frame]) -> Folded<String> {
+fn fold_by_kind(origins: &Origins, frames: &[Frame]) -> Folded<Text> {
     if let Some(path) = program_lines(origins, frames) {
         return Folded { path, inside: None };
     }
@@ -169,12 +178,17 @@ fn fold_by_kind(origins: &Origins, frames: &[Frame]) -> Folded<String> {
         return current.folded();
     }
     let inside = current.inside.map(|(_, text)| text).filter(|_| current.node.is_none());
-    let inside = current.node.or(inside).unwrap_or_else(|| BACKWARD.to_owned());
+    let inside = current.node.or(inside).unwrap_or_else(|| (BACKWARD.to_owned(), Some(Code::Torch)));
     Folded { path: forward.lines.into_iter().rev().collect(), inside: Some(inside) }
 }
 
 fn kind<'o>(origins: &'o Origins, frame: &Frame) -> Kind<'o> {
     Kind::new(origins.spelt(frame.name), origins.spelt(frame.filename))
+}
+
+fn line_text(origins: &Origins, frame: &Frame) -> Text {
+    let code = Code::new(kind(origins, frame), origins.spelt(frame.filename));
+    (frame_text(origins, frame, short), Some(code))
 }
 
 fn frame_text(origins: &Origins, frame: &Frame, shown: impl Fn(&str) -> String) -> String {
@@ -217,14 +231,14 @@ fn clipped_start(path: &str) -> Cow<'_, str> {
 #[derive(Debug, Default)]
 struct Walk {
     /// The user's lines, the innermost first.
-    lines: Vec<String>,
+    lines: Vec<Text>,
     /// The most informative frame inside the innermost of these lines.
-    inside: Option<(Rank, String)>,
+    inside: Option<(Rank, Text)>,
     /// Whether autograd ran it, and the number of user lines that autograd called.
     backward: bool,
     lines_in_backward: usize,
     /// The node that the autograd engine ran.
-    node: Option<String>,
+    node: Option<Text>,
 }
 
 impl Walk {
@@ -233,12 +247,12 @@ impl Walk {
         let mut after_engine = false;
         for frame in frames {
             match kind(origins, frame) {
-                Kind::User => out.lines.push(frame_text(origins, frame, short)),
+                Kind::User => out.lines.push(line_text(origins, frame)),
                 Kind::Node(node) if !after_engine => {
                     // The outermost node is the one that the engine ran.
                     out.backward = true;
                     out.lines_in_backward = out.lines.len();
-                    out.node = Some(node.to_owned());
+                    out.node = Some((node.to_owned(), Some(Code::Torch)));
                 }
                 Kind::Engine => {
                     if !out.backward || !after_engine {
@@ -246,14 +260,14 @@ impl Walk {
                     }
                     (out.backward, after_engine) = (true, true);
                 }
-                kind => out.add_other(kind, || frame_text(origins, frame, short)),
+                kind => out.add_other(kind, || line_text(origins, frame)),
             }
         }
         out
     }
 
     /// Adds a frame outside the user's code.
-    fn add_other(&mut self, kind: Kind<'_>, text: impl FnOnce() -> String) {
+    fn add_other(&mut self, kind: Kind<'_>, text: impl FnOnce() -> Text) {
         let rank = match kind {
             Kind::Workspace(_) => Rank::Workspace,
             Kind::Library => Rank::Library,
@@ -266,19 +280,19 @@ impl Walk {
         };
         if self.lines.is_empty() && self.inside.as_ref().is_none_or(|(before, _)| rank < *before) {
             let text = match kind {
-                Kind::Workspace(name) => name.to_owned(),
-                Kind::Operator(name) => format!("aten::{name}"),
+                Kind::Workspace(name) => (name.to_owned(), Some(Code::Library)),
+                Kind::Operator(name) => (format!("aten::{name}"), Some(Code::Torch)),
                 _ => text(),
             };
             self.inside = Some((rank, text));
         }
     }
 
-    fn folded(self) -> Folded<String> {
+    fn folded(self) -> Folded<Text> {
         let Self { mut lines, inside, backward, lines_in_backward, node } = self;
         let backward_only = backward && lines.len() == lines_in_backward;
         if backward_only {
-            lines.push(BACKWARD.to_owned());
+            lines.push((BACKWARD.to_owned(), Some(Code::Torch)));
         }
         lines.reverse();
         let node = node.filter(|_| lines_in_backward == 0);
@@ -298,7 +312,7 @@ impl Walk {
 /// The line of a stack: the innermost line of user code; without one, the autograd node, or the innermost frame of a library or of
 /// PyTorch.
 pub(crate) fn line_of(origins: &Origins, stack: StackId) -> Option<String> {
-    fold(origins, stack, false).line()
+    fold(origins, stack, false).line().map(|(text, _)| text)
 }
 
 /// A frame as text, with its full path.

@@ -2,6 +2,7 @@
 
 use super::View;
 use super::explanation::{GrowthBetween, Holders, LineGrowth, Moment, NamedShare, Node, Share, SizeShare};
+use super::frames::Code;
 use super::lines::{LineId, Lines, clipped};
 use super::purposes::Purposes;
 use crate::recording::{Recording, START};
@@ -76,6 +77,13 @@ impl Source {
             Self::Before => BEFORE_RECORDING.to_owned(),
             Self::NoLine => NO_LINE.to_owned(),
             Self::Unknown => "no frames".to_owned(),
+        }
+    }
+
+    fn code(self, lines: &Lines<'_>) -> Option<Code> {
+        match self {
+            Self::Line(line) | Self::Nearby(line) => lines.code(line),
+            Self::Before | Self::NoLine | Self::Unknown => None,
         }
     }
 }
@@ -208,6 +216,7 @@ pub(super) fn holders(view: &mut View<'_>, memory: &Memory, index: usize, at: &'
     let lines = &view.lines;
     let share = |((source, inside), sum): (Key, Sum)| Share {
         line: source.label(lines),
+        code: source.code(lines),
         inside: inside.map(|inside| lines.label(inside)),
         nearby: matches!(source, Source::Nearby(_)),
         bytes: sum.bytes,
@@ -284,7 +293,7 @@ impl Branch {
         order.sort_by_key(|&at| (Reverse(bytes[at]), at));
         let mut kept = vec![false; bytes.len()];
         order.iter().take(CALLS).for_each(|&at| kept[at] = true);
-        self.node("all".to_owned(), lines, &kept, &mut 0)
+        self.node(("all".to_owned(), None), lines, &kept, &mut 0)
     }
 
     /// Bytes of each branch, before those below it.
@@ -299,7 +308,7 @@ impl Branch {
     }
 
     /// `at` is this branch's number in the [list](Self::list); afterwards the number of the next branch.
-    fn node(&self, name: String, lines: &Lines<'_>, kept: &[bool], at: &mut usize) -> Node {
+    fn node(&self, (name, code): (String, Option<Code>), lines: &Lines<'_>, kept: &[bool], at: &mut usize) -> Node {
         *at += 1;
         let (mut children, mut omitted, mut remainder) = (Vec::new(), 0_u64, Sum::default());
         for (step, branch) in &self.below {
@@ -317,13 +326,15 @@ impl Branch {
                 Step::NoLine => NO_LINE.to_owned(),
                 Step::Here | Step::Unknown => "no frames".to_owned(),
             };
-            children.push(branch.node(name, lines, kept, at));
+            let code = if let Step::Call(line) = step { lines.code(*line) } else { None };
+            children.push(branch.node((name, code), lines, kept, at));
         }
         children.sort_by_key(|child| (Reverse(child.bytes), child.name.clone()));
         if omitted > 0 {
             let name = format!("… {omitted} smaller …");
-            children.push(Node { name, bytes: remainder.bytes, blocks: remainder.blocks, children: Vec::new() });
+            let (bytes, blocks) = (remainder.bytes, remainder.blocks);
+            children.push(Node { name, code: None, bytes, blocks, children: Vec::new() });
         }
-        Node { name, bytes: self.sum.bytes, blocks: self.sum.blocks, children }
+        Node { name, code, bytes: self.sum.bytes, blocks: self.sum.blocks, children }
     }
 }

@@ -5,6 +5,7 @@ mod sections;
 use super::ExplainArgs;
 use super::causes::Cause;
 use super::explanation::{Explanation, Holders, Moment, Node};
+use super::frames::Code;
 use super::lines::BACKWARD;
 use super::purposes::Purpose;
 use crate::words::{RECORD, counted, grouped, no_frames, percent, size};
@@ -44,6 +45,11 @@ pub(crate) fn when(moment: &Moment) -> String {
 pub(crate) fn place(line: &str, inside: Option<&str>, nearby: bool) -> String {
     let line = if nearby { format!("~ {line}") } else { line.to_owned() };
     inside.map_or(line.clone(), |inside| format!("{line} > {inside}"))
+}
+
+/// A line, with a word for code that is not the user's.
+fn with_code(line: &str, code: Option<Code>) -> String {
+    code.and_then(Code::word).map_or_else(|| line.to_owned(), |word| format!("{line} ({word})"))
 }
 
 /// Adds all sections to a page.
@@ -150,10 +156,18 @@ fn headline(explanation: &Explanation) -> Vec<String> {
         }
     }
     if explanation.num_retries > 0 {
-        out.push(format!(
-            "memory was full: PyTorch released cached memory to serve a request {}",
-            if explanation.num_retries == 1 { "once".to_owned() } else { format!("{} times", explanation.num_retries) }
-        ));
+        let times = |count: u64| if count == 1 { "once".to_owned() } else { format!("{count} times") };
+        let (all, unclear) = (explanation.num_retries, explanation.num_unclear_retries);
+        if all > unclear {
+            let count = times(all - unclear);
+            out.push(format!("memory was full: PyTorch released cached memory to serve a request {count}"));
+        }
+        if unclear > 0 {
+            let count = times(unclear);
+            out.push(format!(
+                "PyTorch released cached memory right before a request {count}: memory was full, or the program called empty_cache"
+            ));
+        }
     }
     if explanation.cut.is_some() {
         let events = counted(explanation.events, "event");
@@ -201,9 +215,8 @@ fn holders(explanation: &Explanation, who: &Holders, args: &ExplainArgs, first: 
     let top = if first { top } else { top.min(3) };
     let columns = [Column::right("bytes"), Column::right("share"), Column::right("blocks"), Column::text("line")];
     let rows = who.lines.iter().take(top).map(|row| {
-        let (share, line) =
-            (percent(row.bytes, moment.active_bytes), place(&row.line, row.inside.as_deref(), row.nearby));
-        [size(row.bytes), share, row.blocks.to_string(), line]
+        let line = place(&with_code(&row.line, row.code), row.inside.as_deref(), row.nearby);
+        [size(row.bytes), percent(row.bytes, moment.active_bytes), row.blocks.to_string(), line]
     });
     table(page, columns, rows);
     let rest = &who.lines[who.lines.len().min(top)..];
@@ -235,7 +248,9 @@ fn holders(explanation: &Explanation, who: &Holders, args: &ExplainArgs, first: 
             page.note(format!("by {name}: {}", rows.collect::<Vec<String>>().join(", ")));
         }
     }
-    if who.tree.children.iter().any(|child| child.children.len() > 1) || who.tree.children.len() > 1 {
+    // A tree without inner calls repeats the table.
+    let has_calls = who.tree.children.iter().any(|child| !child.children.is_empty());
+    if has_calls && (who.tree.children.iter().any(|child| child.children.len() > 1) || who.tree.children.len() > 1) {
         page.gap();
         page.line("By call, outermost first:");
         let mut left = TREE;
@@ -291,11 +306,11 @@ fn tree(node: &Node, total: u64, depth: usize, left: &mut usize, page: &mut Page
             return;
         }
         *left -= 1;
-        let mut names = vec![child.name.as_str()];
+        let mut names = vec![with_code(&child.name, child.code)];
         while let [only] = &child.children[..]
             && only.bytes == child.bytes
         {
-            names.push(&only.name);
+            names.push(with_code(&only.name, only.code));
             child = only;
         }
         // The inner calls of a long chain are the informative ones.

@@ -1,10 +1,11 @@
 //! One pass over a recording: peaks, cache misses, cache releases and deferred frees.
 
+use super::breakdown::PrivateSegments;
 use super::causes::Cause;
 use super::checkpoints::{Checkpoints, MOST, Peaks};
 use super::explanation::{Explanation, Point, Refused, Retry, Shape};
 use super::moments::{Sample, moment};
-use super::{Lines, Releases, View};
+use super::{By, Lines, Releases, View};
 use crate::recording::{Recording, START};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -81,6 +82,8 @@ struct Window {
     segments: u64,
     /// Whether a call of `empty_cache` released the segments.
     by_call: bool,
+    /// Whether frames show that the request released segments.
+    by_request: bool,
 }
 
 /// Surveys all events. The checkpoints cover the selected moments and `points`. `repeats`: ascending indices of the repetitions of
@@ -114,6 +117,21 @@ pub(super) fn survey<'r>(
     let mut peaks = Peaks::new(Sample::at(&memory, START, 0));
     let releases = Releases::of(recording);
     let private_pools = has_private_pools(recording);
+    let private = PrivateSegments::new(recording, count.checked_sub(1).unwrap_or(START));
+    let cause = |memory: &Memory, bytes, stream, completed, in_pool: bool| {
+        let pool = memory.pool_of(stream, bytes);
+        match Cause::new(memory, bytes, stream, completed, private_pools) {
+            // Free memory of private pools serves only their own requests.
+            Cause::Pieces
+                if !in_pool
+                    && memory.free_bytes(pool).saturating_sub(private.free_bytes(memory, pool))
+                        < memory.rules().rounded(bytes) =>
+            {
+                Cause::Growth
+            }
+            cause => cause,
+        }
+    };
     let mut streams: BTreeSet<u64> = memory.segments().values().map(|segment| segment.stream).collect();
     streams.extend(memory.blocks().values().map(|block| block.stream));
     for (index, event, immediate) in recording.events.walk(0) {
@@ -126,7 +144,7 @@ pub(super) fn survey<'r>(
             window.probed = true;
             window.request = next_request(recording, index)
                 .map(|RecordedEvent { bytes, stream, .. }| {
-                    Cause::new(&memory, bytes, stream, window.completed, private_pools)
+                    cause(&memory, bytes, stream, window.completed, private.pool(event.addr).is_some())
                 })
                 .map(|cause| (cause, memory.totals().reserved));
         }
@@ -148,6 +166,7 @@ pub(super) fn survey<'r>(
                 window.released += event.bytes;
                 window.segments += 1;
                 window.by_call |= releases.by(index).is_call();
+                window.by_request |= releases.by(index) == By::Request;
             }
             Action::Alloc if event.bytes > 0 => {
                 explanation.allocations += 1;
@@ -175,7 +194,7 @@ pub(super) fn survey<'r>(
                 add_release(view, explanation, &memory, (index, &event), &window);
                 explanation.refused += 1;
                 out.last_refused = Some(index);
-                let cause = Cause::new(&memory, event.bytes, event.stream, window.completed, private_pools);
+                let cause = cause(&memory, event.bytes, event.stream, window.completed, false);
                 push_last(&mut explanation.out_of_memory, refused(view, &memory, index, &event, cause));
             }
             Action::FreeCompleted => {}
@@ -229,12 +248,14 @@ fn next_request(recording: &Recording, index: usize) -> Option<RecordedEvent> {
     matches!(next.action, Action::Alloc | Action::Oom).then_some(next)
 }
 
-/// Whether the recording shows private pools, such as those of CUDA graphs, in its final segments or frames.
+/// Whether the recording shows private pools, such as those of CUDA graphs, in its segments or frames.
 pub(super) fn has_private_pools(recording: &Recording) -> bool {
     let segments = recording.summary.ending().unwrap_or_default().iter();
     let mut segments = segments.filter(|segment| segment.device == recording.device);
     let origins = &recording.origins;
+    let mut events = recording.summary.segment_pools.iter().filter(|named| named.device == recording.device);
     segments.any(|segment| segment.pool_id.is_some_and(|pool| pool != (0, 0)))
+        || events.any(|named| named.pool != (0, 0))
         || captures_graphs(origins)
         || origins.all_frames().any(|frame| origins.spelt(frame.name) == "use_mem_pool")
 }
@@ -327,6 +348,7 @@ fn add_release(
         _ if !succeeded => "retry",
         _ if settings.garbage_collection_threshold > 0.0 => "garbage_collection",
         Some(false) => "empty_cache",
+        None if window.by_request => "retry",
         None => "retry_or_empty_cache",
     };
     if kind == "empty_cache" {
@@ -334,6 +356,7 @@ fn add_release(
         return;
     }
     explanation.num_retries += 1;
+    explanation.num_unclear_retries += u64::from(kind == "retry_or_empty_cache");
     let retry = Retry {
         asked_bytes: event.bytes,
         stream: event.stream,
@@ -354,6 +377,7 @@ fn refused(view: &mut View<'_>, memory: &Memory, index: usize, event: &RecordedE
         device_free_bytes: Some(event.addr).filter(|free| *free > 0),
         cause,
         free_bytes: memory.free_bytes(memory.pool_of(event.stream, event.bytes)),
+        private_free_bytes: 0,
         moment: moment(view, memory, index),
     }
 }
@@ -379,6 +403,16 @@ impl Survey {
         let peak = self.peak_reserved();
         let most = self.near_peak.iter().max_by_key(|level| (level.active, level.reserved));
         most.filter(|most| most.active > active(peak) + active(peak) / 50).map_or(peak, |most| most.index)
+    }
+
+    /// The moment whose breakdown is shown, and its kind: the last failed request, else the peak of reserved memory.
+    pub(super) fn scene(&self) -> (usize, &'static str) {
+        let (reserved, near) = (self.peak_reserved(), self.near_peak());
+        match self.last_refused {
+            Some(refused) => (refused, "out_of_memory"),
+            None if near == reserved => (reserved, "peak_reserved"),
+            None => (near, "near_peak_reserved"),
+        }
     }
 
     /// Adds a moment to those near the reserved peak.

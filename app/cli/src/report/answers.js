@@ -132,6 +132,10 @@ const drawAdvice = (parent, advice) => {
     make("summary", all, {}, `${formatCount(advice.also_tried.length)} more tested settings`);
     drawn(all, head, advice.also_tried.map((setting) => row(named(setting), setting, "")));
   }
+  if (advice.changes.length) {
+    make("h4", parent, {}, "Program changes");
+    listed(parent, advice.changes);
+  }
   make("h4", parent, {}, "Lower bound");
   make("p", parent, {}, advice.bound);
   const others = [...advice.other_allocators].sort((a, b) => a.out_of_memory - b.out_of_memory || a.peak_reserved_bytes - b.peak_reserved_bytes);
@@ -139,6 +143,9 @@ const drawAdvice = (parent, advice) => {
   make("h4", parent, {}, "Limits of this analysis");
   listed(parent, advice.not_known);
 };
+
+// A line, with a word for code that is not the user's.
+const withCode = (line, code) => (code === "torch" || code === "library" ? `${line} (${code})` : line);
 
 // `way.to(event, address)` shows a moment and the block at an address on the map.
 const drawExplanation = (parent, explanation, way) => {
@@ -150,7 +157,7 @@ const drawExplanation = (parent, explanation, way) => {
   const when = (moment) => [moment.event > 0 ? "event " + formatCount(moment.event) : "before recording started", moment.time_ns === null ? "" : "after " + formatTime(moment.time_ns),
     moment.annotation ? "in " + moment.annotation : "", moment.line ? "at " + moment.line : ""].filter((text) => text).join(", ");
   const cause = new Map(explanation.sentences.causes), title = (text) => make("h4", parent, {}, text);
-  const lineOf = (row) => inWords((row.nearby ? "~ " : "") + row.line + (row.inside ? " › " + row.inside : ""));
+  const lineOf = (row) => inWords((row.nearby ? "~ " : "") + withCode(row.line, row.code) + (row.inside ? " › " + row.inside : ""));
   listed(parent, explanation.sentences.headline);
   drawBreakdown(title, parent, explanation, when);
   const [first] = explanation.who;
@@ -222,6 +229,8 @@ const keyOf = (tint, text) => {
   return key;
 };
 
+// Free memory that no release frees, which only explanations know.
+const KEPT = { key: "kept", name: "kept", tint: "#6b4f4f" };
 // The reserved-memory breakdown: one bar, and a sentence for each part.
 const drawBreakdown = (title, parent, explanation, when) => {
   const breakdown = explanation.reserved, whole = breakdown.moment.reserved_bytes, parts = breakdown.parts.filter((part) => part.bytes > 0);
@@ -229,15 +238,15 @@ const drawBreakdown = (title, parent, explanation, when) => {
     const moment = { out_of_memory: "when memory ran out", near_peak_reserved: "within 0.5 % of its peak" }[breakdown.at] ?? "at the peak";
     const at = explanation.events === 0 ? "when the snapshot was taken" : `${moment} (${when(breakdown.moment)})`;
     title(`Reserved memory ${at}: ${formatBytes(whole)}`);
-    const known = (part) => LEDGER_PARTS.find((entry) => entry.key === part.name);
+    const known = (part) => [...LEDGER_PARTS, KEPT].find((entry) => entry.key === part.name);
     partsOf(parent, parts.map((part) => [known(part)?.tint ?? "#888888", part.bytes, part.sentence]), whole);
     table(parent, ["part", "bytes", "share", ""], parts.map((part) => [keyOf(known(part)?.tint ?? "#888888", known(part)?.name ?? part.name), formatBytes(part.bytes), percent(part.bytes, whole), inWords(part.sentence.replace(/^[^()]*\([^()]*%\): /, ""))]));
   }
   if (breakdown.streams.length > 1) {
     const most = Math.max(...breakdown.streams.map((row) => row.reserved_bytes));
-    table(parent, ["stream, pool", "segments", "reserved", "", "active", "pending", "free", "partly used", "largest free block"], breakdown.streams.map((row) => [
+    table(parent, ["stream, pool", "segments", "reserved", "", "active", "pending", "free", "kept", "partly used", "largest free block"], breakdown.streams.map((row) => [
       (row.stream < 65536 ? row.stream : formatAddress(row.stream)) + ", " + row.pool + (row.private_pool ? ", private " + row.private_pool : ""), formatCount(row.segments), formatBytes(row.reserved_bytes), bar(row.reserved_bytes, most),
-      ...[row.active_bytes, row.pending_bytes, row.soft_bytes, row.hard_bytes, row.largest_hole_bytes].map(formatBytes)]));
+      ...[row.active_bytes, row.pending_bytes, row.soft_bytes, row.kept_bytes, row.hard_bytes, row.largest_hole_bytes].map(formatBytes)]));
   }
   listed(parent, explanation.sentences.streams);
 };
@@ -276,10 +285,10 @@ const drawWho = (parent, explanation, who, lineOf) => {
       for (let child of node.children) {
         if (child.bytes < 0.005 * whole || calls.length > 300) continue;
         // A chain of calls with the same bytes is one row.
-        const names = [child.name];
+        const names = [withCode(child.name, child.code)];
         while (child.children.length === 1 && child.children[0].bytes === child.bytes) {
           [child] = child.children;
-          names.push(child.name);
+          names.push(withCode(child.name, child.code));
         }
         const name = inWords(names.join(" › "));
         name.style.paddingLeft = Math.min(depth, 12) * 1.1 + "em";

@@ -186,7 +186,7 @@ const LEDGER_PARTS = [
   { key: "requested", name: "requested", tint: "#3b6fb6", says: "requested bytes of live blocks" },
   { key: "internal", name: "rounding", tint: "#8fb8de", says: "rounding inside live blocks" },
   { key: "pending", name: "pending", tint: "#b07aa1", says: "freed, but work of another stream may still use it" },
-  { key: "hard", name: "partly used", tint: "#d1495b", says: "free blocks in segments with active blocks: releasable only if expandable" },
+  { key: "hard", name: "partly used", tint: "#d1495b", says: "free blocks that share a segment, or a page of an expandable one, with active blocks: not releasable" },
   { key: "stream", name: "other streams", tint: "#edae49", says: "free blocks in segments of other streams" },
   { key: "soft", name: "free", tint: "#9aa5a0", says: "free segments and whole free pages: releasable" },
 ];

@@ -12,9 +12,18 @@ use terminal::{Column, Page, duration};
 pub(super) fn refusal(explanation: &Explanation, last: &Refused) -> Vec<String> {
     let moment = &last.moment;
     let two_places = two_places(explanation, last);
-    let cause = if two_places.is_some() { "neither place alone was enough" } else { last.cause.words() };
+    let outside = last.free_bytes.saturating_sub(last.private_free_bytes);
+    let cause = match last.cause {
+        _ if two_places.is_some() => "neither place alone was enough",
+        Cause::Pieces if outside < last.asked_bytes => Cause::Growth.words(),
+        cause => cause.words(),
+    };
+    let private = match last.private_free_bytes {
+        0 => String::new(),
+        bytes => format!(" ({} of it in private pools, which serve only their own requests)", size(bytes)),
+    };
     let mut out = format!(
-        "{} reserved, {} active; {} free in its stream and pool, largest free block {}: {cause}",
+        "{} reserved, {} active; {} free in its stream and pool{private}, largest free block {}: {cause}",
         size(moment.reserved_bytes),
         size(moment.active_bytes),
         size(last.free_bytes),
@@ -44,7 +53,7 @@ pub(super) fn refusal(explanation: &Explanation, last: &Refused) -> Vec<String> 
 fn two_places(explanation: &Explanation, last: &Refused) -> Option<String> {
     let limit = explanation.limit_bytes.map(|limit| limit.saturating_sub(last.moment.reserved_bytes));
     let unreserved = last.device_free_bytes.into_iter().chain(limit).min()?;
-    let (cached, asked) = (last.free_bytes, last.asked_bytes);
+    let (cached, asked) = (last.free_bytes.saturating_sub(last.private_free_bytes), last.asked_bytes);
     let split = cached < asked && unreserved < asked && cached.saturating_add(unreserved) >= asked;
     split.then(|| {
         let fix = if explanation.expandable { "" } else { "; expandable_segments:True can combine them" };
@@ -105,6 +114,7 @@ pub(super) fn breakdown(explanation: &Explanation, args: &ExplainArgs, page: &mu
             Column::right("active"),
             Column::right("pending").priority(2),
             Column::right("free"),
+            Column::right("kept").priority(1),
             Column::right("partly used"),
             Column::right("largest free block").priority(1),
         ];
@@ -116,6 +126,7 @@ pub(super) fn breakdown(explanation: &Explanation, args: &ExplainArgs, page: &mu
                 size(row.active_bytes),
                 size(row.pending_bytes),
                 size(row.soft_bytes),
+                size(row.kept_bytes),
                 size(row.hard_bytes),
                 size(row.largest_hole_bytes),
             ]
