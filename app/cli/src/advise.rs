@@ -454,7 +454,11 @@ fn advice(file: &Path, run: &RecordedRun, request: &Request, all: bool, recordin
         None => Verdict::OutOfMemory,
         Some(first) if same(first) => Verdict::Keep,
         Some(first) if !conclusive(first) => Verdict::Inconclusive,
-        Some(_) if saving.is_some_and(|saving| saving < WORTH) => Verdict::Keep,
+        Some(first)
+            if saving.is_some_and(|saving| !evidence.is_worth_it(first.outcome.peak_reserved_bytes, saving)) =>
+        {
+            Verdict::Keep
+        }
         Some(_) => Verdict::Change,
     };
     let expandable = settings.first().is_some_and(|first| first.conf().expandable);

@@ -253,3 +253,18 @@ fn large_shares_are_said_as_multiples() {
     let screen = test_dir.run(&["advise", &test_dir.write("tiny.json", story.text())]).ok().stdout;
     assert!(screen.contains("Peak reserved: 2 MiB, 20,972 times peak requested (100 B)"), "{screen}");
 }
+
+#[test]
+fn more_memory_serves_the_refused_request_without_a_caution() {
+    let test_dir = TestDir::new();
+    let file = test_dir.write("oom.json", out_of_memory_after_free(false).text());
+    let arguments = ["advise", &file, "--limit", "40GiB"];
+    let advice = test_dir.run(&[&arguments[..], &["--json"]].concat()).ok().json();
+    assert_eq!(advice["recorded"]["replayed_off_percent"], Value::Null, "{advice}");
+    let [peak, replayed] =
+        [&advice["recorded"]["peak_reserved_bytes"], &advice["recorded"]["replayed"]["peak_reserved_bytes"]]
+            .map(|bytes| bytes.as_u64().unwrap());
+    assert!(replayed > peak, "{advice}");
+    let screen = test_dir.run(&arguments).ok().stdout;
+    assert!(!screen.contains("Caution"), "{screen}");
+}

@@ -110,6 +110,14 @@ impl Evidence {
         is_known.then_some(saving)
     }
 
+    /// Whether a setting with this peak is worth a change. Of a lower bound half is enough where the replays differ by a worthwhile
+    /// saving.
+    pub(super) fn is_worth_it(&self, peak: u64, saving: f64) -> bool {
+        // CAST: bytes of a device, below 2^53.
+        let replayed = 100.0 * (1.0 - peak as f64 / self.reference_bytes().max(1) as f64);
+        saving >= WORTH || self.is_bound() && saving >= WORTH / 2.0 && replayed >= WORTH
+    }
+
     /// Whether savings are lower bounds, because recording started late.
     pub(super) fn is_bound(&self) -> bool {
         self.same_start_peak_reserved_bytes.is_some()
@@ -229,5 +237,10 @@ mod tests {
         assert_eq!(saving(&evidence(Some(1087), 300, 0)), Some(24.0));
         assert_eq!(saving(&evidence(Some(890), 300, 0)), None);
         assert_eq!(saving(&evidence(Some(1120), 300, 0)), None);
+        // 979 MiB of 1000 are 2.1 % less, of which 1.1 % are certain.
+        let late = evidence(Some(1000), 300, 10);
+        assert!(late.is_worth_it(979 << 20, late.saving(979 << 20).unwrap()));
+        assert!(!late.is_worth_it(985 << 20, late.saving(985 << 20).unwrap()), "1.5 % less");
+        assert!(!evidence(None, 0, 0).is_worth_it(981 << 20, 1.9));
     }
 }

@@ -97,9 +97,13 @@ impl RecordedRun {
             (None, None) => inferred.filter(|_| !limit_missing),
         };
         let conf = Conf::recorded(&trace.allocator_settings)?;
+        // More memory serves the request that the recorded run refused, so its replay reserves more.
+        let serves_refused = |limit: u64| refused && inferred.is_some_and(|(inferred, _)| limit > inferred);
         let repeats = match limit {
             None | Some((_, LimitSource::Recorded | LimitSource::Collections | LimitSource::Retries)) => true,
-            Some((limit, LimitSource::Given)) => !other && peaks.is_some_and(|peaks| peaks.reserved <= limit),
+            Some((limit, LimitSource::Given)) => {
+                !other && !serves_refused(limit) && peaks.is_some_and(|peaks| peaks.reserved <= limit)
+            }
             Some((_, LimitSource::OutOfMemory)) => false,
         };
         let count = |actions: [Action; 2]| actions.map(|action| recording.events.count(action) as u64).iter().sum();

@@ -436,9 +436,12 @@ pub(super) fn bounds(advice: &Advice) -> String {
         let also = if waits { "also " } else { "" };
         out += &format!("; if {also}no stream waits to reuse another's block {ordered}");
     }
-    // Other allocators have one pool for all.
+    // Other allocators have one pool for all, and round in other ways.
+    let is_below = |outcome: &Outcome<Other>| outcome.runs() && outcome.peak_reserved_bytes < lower_bound_bytes;
     if advice.pools.is_some() {
         out += "; each with the private pools apart, as recorded";
+    } else if !waits && advice.other_allocators.iter().any(is_below) {
+        out += "; each with sizes as PyTorch rounds them";
     }
     match waits {
         true => out + ". Settings need less where PyTorch, out of memory, waits for these frees.",
