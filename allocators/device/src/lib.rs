@@ -7,6 +7,7 @@
 //! | [`NullDriver`] | none | none: every call is free | benchmarking bookkeeping |
 //! | [`FaultyDriver`] | that of the wrapped driver | the same | making the k-th call fail |
 //! | [`MeteredDriver`] | that of the wrapped driver | the same | counting and timing every call |
+//! | [`HostDriver`] | pinned memory of the host, simulated or real | the same | allocators of host memory |
 
 pub mod budget;
 mod bytes;
@@ -17,6 +18,7 @@ mod error;
 mod faulty;
 mod graph;
 mod hooked;
+mod host;
 mod ids;
 pub mod input;
 pub mod libcuda;
@@ -40,6 +42,7 @@ pub use error::DriverError;
 pub use faulty::FaultyDriver;
 pub use graph::{CapturedWork, GraphDriver};
 pub use hooked::{CallArguments, CallOutcome, Hook, HookedDriver};
+pub use host::{HOST_PAGE, HostAccount, HostCosts, HostCostsError, HostDriver, PinnedMemory, Pinning};
 pub use ids::{DeviceAddr, EventId, GraphId, PhysicalHandle, PoolId, StreamId};
 pub use metered::{CallEvent, CallObserver, IdleCosts, InstrumentCost, MeteredDriver};
 pub use name::{DeviceName, DeviceNameError};
