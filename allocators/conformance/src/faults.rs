@@ -247,7 +247,10 @@ fn inject((selection, scale): (&Selection, u64), work: Workload, kind: CallKind,
                 came = listed(&errors),
                 "{what}: the fault is reported"
             );
-            // The allocator still works, and everything can be freed.
+            // The allocator still works, and everything can be freed. One that keeps its segments may need a trim first.
+            if selection.capabilities().keeps_segments {
+                let _ = allocator.trim(0);
+            }
             for stream in rig.streams {
                 rig.sim.device_synchronize().granted();
                 let again = allocate(allocator.as_ref(), rig.mib(8), stream);

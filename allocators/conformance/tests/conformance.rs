@@ -16,10 +16,15 @@ use vramlab_policies::backends;
 const VARIED: [&str; 5] =
     ["lab:source=expandable", "lab:stream=steal", "lab:join=on-miss", "lab:grow=doubling", "bfc:garbage_collection=on"];
 
+/// Settings of backends of host memory that change where their blocks are from, or when they return.
+const HOST_VARIED: &str = "host-pytorch:release=2.7,pinned_use_background_threads=on,host-pytorch:pinned_max_cached_size_mb=1,\
+                           host-exact:keep_idle=on";
+
 fn main() -> ExitCode {
-    let of_backends = backends::all().into_iter().map(Selection::of);
-    let checks =
-        of_backends.chain(VARIED.map(|text| text.parse().unwrap())).flat_map(|of| conformance(of, &Device::ALL));
+    let of_backends = backends::all().into_iter().chain(backends::hosts()).map(Selection::of);
+    let varied = VARIED.map(|text| text.parse().unwrap()).into_iter();
+    let varied = varied.chain(backends::parse_host_list(HOST_VARIED).unwrap());
+    let checks = of_backends.chain(varied).flat_map(|of| conformance(of, &Device::ALL));
     let trial = |check: Check| trials::trial(check.name().to_owned(), check.missing(), move || check.run());
     trials::run(checks.map(trial).collect())
 }

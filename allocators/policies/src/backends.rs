@@ -5,6 +5,10 @@ pub mod caching;
 mod captures;
 pub mod cupy;
 pub mod expandable;
+pub mod host_cupy;
+pub mod host_exact;
+pub mod host_pytorch;
+pub mod host_rmm_pool;
 pub mod lab;
 pub mod naive;
 pub mod paddle;
@@ -24,6 +28,8 @@ pub use bfc::{Bfc, BfcSettings};
 pub use caching::{Caching, CachingSettings};
 pub use cupy::CuPySettings;
 pub use expandable::{ExpandableSettings, PyTorchExpandable};
+pub use host_exact::{HostExact, HostExactSettings};
+pub use host_pytorch::{HostPyTorch, HostPyTorchSettings, HostRelease};
 pub use lab::{Lab, LabSettings};
 pub use naive::Naive;
 pub use paddle::{Paddle, PaddleSettings};
@@ -31,8 +37,9 @@ pub use plan::{Plan, PlanFile, PlanSettings, PlanTable};
 pub use pooled::{Found, Policy, Pooled, Rules};
 pub use pytorch::{PyTorch, PyTorchSettings};
 pub use registry::{
-    Backend, Capabilities, Constructor, GraphCapture, Needs, RegisterError, SegmentUse, Selection, SelectionError,
-    StreamUse, TorchAllocator, UnknownBackend, Varying, With, all, compared, find, of_torch, parse_list, register,
+    Backend, Capabilities, Constructor, GraphCapture, MemoryKind, Needs, RegisterError, SegmentUse, Selection,
+    SelectionError, StreamUse, TorchAllocator, UnknownBackend, Varying, With, all, compared, find, hosts, of_torch,
+    parse_host_list, parse_list, register,
 };
 pub use remap::{Remap, RemapSettings};
 pub use rmm_arena::{RmmArena, RmmArenaSettings};

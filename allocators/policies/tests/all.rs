@@ -6,6 +6,7 @@ mod common;
 mod captured_memory;
 mod expandable;
 mod gone_streams;
+mod host;
 mod instruments;
 mod instruments_threads_captures;
 mod layout;

@@ -30,8 +30,8 @@
 mod capabilities;
 mod selection;
 
-pub use capabilities::{Capabilities, GraphCapture, Needs, SegmentUse, StreamUse};
-pub use selection::{Selection, SelectionError, parse_list};
+pub use capabilities::{Capabilities, GraphCapture, MemoryKind, Needs, SegmentUse, StreamUse};
+pub use selection::{Selection, SelectionError, parse_host_list, parse_list};
 
 use crate::contract::{AllocError, DeviceAllocator};
 use serde::{Serialize, Serializer};
@@ -56,6 +56,10 @@ const BUILT_IN: &[&Backend] = &[
     &super::cupy::BACKEND,
     &super::paddle::BACKEND,
     &super::plan::BACKEND,
+    &super::host_pytorch::BACKEND,
+    &super::host_exact::BACKEND,
+    &super::host_cupy::BACKEND,
+    &super::host_rmm_pool::BACKEND,
 ];
 
 /// The default backend of commands.
@@ -224,11 +228,22 @@ pub fn compared() -> Vec<&'static Backend> {
     all().into_iter().filter(|backend| backend.compared).collect()
 }
 
-/// Every backend: the library's own, then the registered ones, in order.
+/// Every backend of device memory: the library's own, then the registered ones, in order.
 #[must_use]
 pub fn all() -> Vec<&'static Backend> {
+    of_memory(MemoryKind::Device)
+}
+
+/// Every backend of pinned host memory, in the same order.
+#[must_use]
+pub fn hosts() -> Vec<&'static Backend> {
+    of_memory(MemoryKind::Host)
+}
+
+fn of_memory(memory: MemoryKind) -> Vec<&'static Backend> {
     let registered = REGISTERED.read().unwrap_or_else(PoisonError::into_inner);
-    BUILT_IN.iter().chain(registered.iter()).copied().collect()
+    let entries = BUILT_IN.iter().chain(registered.iter()).copied();
+    entries.filter(|backend| backend.capabilities.memory == memory).collect()
 }
 
 /// The allocator that PyTorch uses (`backend` and `expandable_segments` of `PYTORCH_ALLOC_CONF`).
@@ -261,12 +276,19 @@ pub struct UnknownBackend {
     among: Vec<&'static str>,
 }
 
-/// The backend of a name.
+/// The backend of a name, of device memory or of host memory.
 ///
 /// # Errors
-/// [`UnknownBackend`], which names the most similar name and all names.
+/// [`UnknownBackend`], which names the most similar name and all names of device memory.
 pub fn find(name: &str) -> Result<&'static Backend, UnknownBackend> {
-    let all = all();
-    let unknown = || UnknownBackend { name: name.to_owned(), among: all.iter().map(|backend| backend.name).collect() };
-    all.iter().find(|backend| backend.name == name).copied().ok_or_else(unknown)
+    find_in(name, all()).or_else(|unknown| find_in(name, hosts()).map_err(|_| unknown))
+}
+
+/// The backend of a name in a list.
+fn find_in(name: &str, list: Vec<&'static Backend>) -> Result<&'static Backend, UnknownBackend> {
+    let found = list.iter().find(|backend| backend.name == name).copied();
+    found.ok_or_else(|| UnknownBackend {
+        name: name.to_owned(),
+        among: list.iter().map(|backend| backend.name).collect(),
+    })
 }

@@ -119,13 +119,18 @@ impl RmmPool {
     /// An allocator with these rules on a device.
     #[must_use]
     pub fn new(driver: Arc<dyn Driver>, settings: RmmPoolSettings) -> Pooled<Self> {
+        Self::named(BACKEND.name, driver, settings)
+    }
+
+    /// The same rules under the name of another entry.
+    pub(super) fn named(name: &'static str, driver: Arc<dyn Driver>, settings: RmmPoolSettings) -> Pooled<Self> {
         let heap = Heap::plain(driver, None, Fit::best()).with_steals();
         // 5. `expand_pool`. RMM gives up then; announced uses, which it does not know, are waited for first.
         let steps = vec![Step::Segment, Step::WaitForFrees, Step::FitAgain];
         let ladder = Ladder { steps, size: SegmentSize::AsMuchAgain { maximum: settings.maximum_pool_size } };
         // 1., and 6. `allocate_from_block`
         let (size, split) = (Size::Multiple(GUARANTEED_ALIGN), Split::Always);
-        let rules = Rules { name: BACKEND.name, settings: settings.json(), size, split, ladder };
+        let rules = Rules { name, settings: settings.json(), size, split, ladder };
         Pooled::over(heap, Self { settings, rules, begun: false })
     }
 

@@ -251,6 +251,20 @@ pub enum AllocError {
         /// The fault.
         reason: String,
     },
+    /// The allocator that is modelled would return a block that is smaller than the request.
+    #[error(
+        "'{allocator}' would serve a request of {requested} bytes with a block of {bytes}, an overrun of {} bytes; a program \
+         would write behind its block",
+        requested - bytes
+    )]
+    Overrun {
+        /// Allocator of the call.
+        allocator: &'static str,
+        /// Requested bytes.
+        requested: u64,
+        /// Bytes of the block.
+        bytes: u64,
+    },
     /// The checker found a violation of the contract.
     #[error("checker: {0}")]
     Violation(String),

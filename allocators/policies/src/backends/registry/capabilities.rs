@@ -7,6 +7,8 @@ use serde::{Serialize, Serializer};
 /// The capabilities of a backend. Tests demand exactly these.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Capabilities {
+    /// The memory that it allocates.
+    pub memory: MemoryKind,
     /// How it serves requests during a graph capture.
     pub graph_capture: GraphCapture,
     /// The free memory that can serve a stream.
@@ -51,6 +53,7 @@ fn by_name<S: Serializer>(path: &Path, serializer: S) -> Result<S::Ok, S::Error>
 impl Capabilities {
     /// The minimum for every backend. Entries add their capabilities.
     pub const LEAST: Self = Self {
+        memory: MemoryKind::Device,
         graph_capture: GraphCapture::Refused,
         streams: StreamUse::Own,
         segments: SegmentUse::Many,
@@ -75,6 +78,10 @@ impl Capabilities {
     #[must_use]
     pub fn describe(&self) -> Vec<&'static str> {
         let words = [
+            match self.memory {
+                MemoryKind::Device => "",
+                MemoryKind::Host => "pinned host memory",
+            },
             match self.needs {
                 Needs::Nothing => "",
                 Needs::Pools => "needs a device with stream-ordered pools",
@@ -121,6 +128,16 @@ impl SegmentUse {
     pub fn over_limit(self) -> u64 {
         if self == Self::Expandable { LARGE_SEGMENT - 1 } else { 0 }
     }
+}
+
+/// The memory that a backend allocates. Its policy speaks to a [`Driver`](vramlab_device::Driver) in either case.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum MemoryKind {
+    /// Memory of a GPU.
+    Device,
+    /// Pinned memory of the host, from a [`HostDriver`](vramlab_device::HostDriver).
+    Host,
 }
 
 /// How a backend serves requests during a graph capture.

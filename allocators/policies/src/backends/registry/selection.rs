@@ -5,7 +5,7 @@
 //! `naive,caching:max_split_size=32M,memory_limit=1G,stream-ordered` names three. Commas in brackets belong to a value:
 //! `caching:roundup_power2_divisions=[1:4,64:8]`. `all` stands for every backend.
 
-use super::{Backend, Capabilities, UnknownBackend, all, find};
+use super::{Backend, Capabilities, MemoryKind, UnknownBackend, all, find, find_in, hosts};
 use crate::contract::{AllocError, DeviceAllocator};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::any::Any;
@@ -38,6 +38,9 @@ pub enum SelectionError {
     /// No backend has this name.
     #[error(transparent)]
     Unknown(#[from] UnknownBackend),
+    /// The backend allocates pinned host memory, where one of device memory is needed.
+    #[error("{0} allocates pinned host memory, not a GPU's; compare it with `vramlab replay FILE --host --alloc {0}`")]
+    HostMemory(&'static str),
     /// A setting's name or value is wrong.
     #[error("{backend}: {error}")]
     Setting {
@@ -229,7 +232,15 @@ impl fmt::Display for Selection {
 impl FromStr for Selection {
     type Err = SelectionError;
 
+    /// One of device memory.
     fn from_str(text: &str) -> Result<Self, Self::Err> {
+        Self::parse(text, MemoryKind::Device)
+    }
+}
+
+impl Selection {
+    /// Reads one of device memory, or of host memory.
+    fn parse(text: &str, memory: MemoryKind) -> Result<Self, SelectionError> {
         let form = |reason| SelectionError::Form { text: text.to_owned(), reason };
         let (name, settings) = match text.split_once(':') {
             None => (text, None),
@@ -238,7 +249,14 @@ impl FromStr for Selection {
         if name.contains('=') || name.contains(',') {
             return Err(form("a ':' comes before the settings"));
         }
-        let mut out = Self::of(find(name.trim())?);
+        let backend = match memory {
+            MemoryKind::Device => find(name.trim())?,
+            MemoryKind::Host => find_in(name.trim(), hosts())?,
+        };
+        if backend.capabilities.memory != memory {
+            return Err(SelectionError::HostMemory(backend.name));
+        }
+        let mut out = Self::of(backend);
         for part in settings.map(list_parts).into_iter().flatten() {
             let (name, value) = part.split_once('=').ok_or_else(|| form("a setting has a '='"))?;
             let (name, value) = (name.trim(), value.trim());
@@ -274,6 +292,18 @@ fn is_setting(part: &str) -> bool {
 /// # Errors
 /// [`SelectionError`] for the first wrong one.
 pub fn parse_list(text: &str) -> Result<Vec<Selection>, SelectionError> {
+    parse_list_of(text, MemoryKind::Device)
+}
+
+/// Reads a list of allocators of pinned host memory, in the same form.
+///
+/// # Errors
+/// [`SelectionError`] for the first wrong one.
+pub fn parse_host_list(text: &str) -> Result<Vec<Selection>, SelectionError> {
+    parse_list_of(text, MemoryKind::Host)
+}
+
+fn parse_list_of(text: &str, memory: MemoryKind) -> Result<Vec<Selection>, SelectionError> {
     let mut written: Vec<String> = Vec::new();
     for part in list_parts(text) {
         match written.last_mut() {
@@ -287,9 +317,10 @@ pub fn parse_list(text: &str) -> Result<Vec<Selection>, SelectionError> {
     let mut out = Vec::new();
     for selection in written {
         if selection.trim() == "all" {
-            out.extend(all().into_iter().map(Selection::of));
+            let every = if memory == MemoryKind::Host { hosts() } else { all() };
+            out.extend(every.into_iter().map(Selection::of));
         } else {
-            out.push(selection.trim().parse()?);
+            out.push(Selection::parse(selection.trim(), memory)?);
         }
     }
     Ok(out)
