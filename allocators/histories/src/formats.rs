@@ -31,7 +31,7 @@ mod write_plain;
 mod write_snapshot;
 
 pub use error::{Place, Problem, ReadError};
-pub use host::HostMemory;
+pub use host::{HostEvent, HostMemory, HostRecord, HostSegment};
 pub use jsonl::jsonl_placements;
 pub use list::{Export, Format};
 pub use minimalloc::MinimallocWriter;

@@ -4,6 +4,7 @@ pub mod calls;
 pub mod compile;
 pub mod formats;
 pub mod history;
+pub mod host;
 pub mod memory;
 pub mod plan;
 mod random;

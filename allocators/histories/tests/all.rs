@@ -11,6 +11,7 @@ mod mutate;
 mod recorder;
 
 mod beginning;
+mod host;
 mod hostile_files;
 mod plan;
 mod plan_backend;

@@ -3,8 +3,45 @@
 //!
 //! A segment contains one block. PyTorch rounds requests up to a power of two, and records only the rounded size.
 
-use super::Action;
+use super::{Action, StackId};
 use vramlab_policies::contract::BlockState;
+
+/// An event of pinned memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HostEvent {
+    /// The kind: the kinds of device memory, without maps and out-of-memory errors.
+    pub action: Action,
+    /// Address of the block.
+    pub addr: u64,
+    /// Bytes: of the block in a snapshot, of the request elsewhere.
+    pub bytes: u64,
+    /// Stream that uses the block, for [`Action::RecordUse`]; else 0.
+    pub stream: u64,
+    /// Nanoseconds since an arbitrary start.
+    pub time_ns: u64,
+    /// Frames, if the reader keeps them.
+    pub stack: StackId,
+}
+
+/// A segment of pinned memory at the end of a snapshot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HostSegment {
+    /// Its address, if the snapshot has it.
+    pub addr: Option<u64>,
+    /// Size in bytes.
+    pub bytes: u64,
+    /// Whether it is allocated or still used by a stream.
+    pub active: bool,
+}
+
+/// Events and segments of pinned memory in a snapshot, in the order of the file.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct HostRecord {
+    /// Events.
+    pub events: Vec<HostEvent>,
+    /// Segments at the end.
+    pub segments: Vec<HostSegment>,
+}
 
 /// Totals of the pinned memory in a snapshot.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -4,8 +4,9 @@
 //! A line may have a call stack: its number as `stack`, and in the first line with that number its `frames`, each with `name`,
 //! `filename` and `line`, the innermost first.
 //!
-//! It does not contain when a deferred free completed, so each free completes immediately here; for a failed request the free
-//! bytes are unknown and 0 here. `analysis/schema.md` describes the fields.
+//! A free completes immediately, unless its line has `"deferred": true`: then a line `free_completed` follows where its last use has
+//! completed. `trainer --trace` does not write when a deferred free completed. For a failed request the free bytes are unknown and 0
+//! here. `analysis/schema.md` describes the fields.
 
 use super::error::Place;
 use super::input::Input;
@@ -32,6 +33,8 @@ struct Line<'l> {
     addr: Option<u64>,
     size: u64,
     stream: u64,
+    #[serde(default)]
+    deferred: bool,
     #[serde(default)]
     stack: Option<u64>,
     #[serde(default, borrow)]
@@ -94,11 +97,16 @@ fn read(input: &mut Input<'_>, options: &ReadOptions, receiver: &mut Receiver<'_
     while let Some(text) = lines.next()? {
         let parsed = parse(text).map(|(line, event)| {
             let origin = receiver.wants_origins.then(|| stacks.origin(&line, &mut receiver.origins));
-            (event, origin.unwrap_or_else(|| Ok(Origin::default())))
+            (event, origin.unwrap_or_else(|| Ok(Origin::default())), line.deferred)
         });
-        let (event, origin) = parsed.map_err(|text| lines.content(text))?;
+        let (event, origin, deferred) = parsed.map_err(|text| lines.content(text))?;
         let origin = origin.map_err(|over| ReadError::over(lines.place(), over))?;
-        emit_from(event, origin, &mut summary, receiver)?;
+        if deferred {
+            summary.count(event.device);
+            receiver.take(event, origin)?;
+        } else {
+            emit_from(event, origin, &mut summary, receiver)?;
+        }
     }
     Ok(summary)
 }

@@ -1,6 +1,6 @@
 //! Options and results of reading a file of events.
 
-use super::{Action, Event, Format, HostMemory, Keys, Origin, Origins, ReadError, Segment};
+use super::{Action, Event, Format, HostMemory, HostRecord, Keys, Origin, Origins, ReadError, Segment};
 use serde_json::Value;
 use std::fmt;
 use vramlab_device::budget::{Budget, Claim, OverBudget};
@@ -34,6 +34,8 @@ pub struct Summary {
     pub external_annotations: u64,
     /// Pinned host memory, in newer snapshots.
     pub host: HostMemory,
+    /// Its events and segments.
+    pub host_record: HostRecord,
     /// Keys of a snapshot's dictionaries.
     pub keys: Keys,
     /// Bytes read, after decompression.
@@ -92,6 +94,7 @@ impl Summary {
             allocator_settings: serde_json::Map::new(),
             external_annotations: 0,
             host: HostMemory::default(),
+            host_record: HostRecord::default(),
             keys: Keys::default(),
             bytes: 0,
             cut: None,

@@ -6,7 +6,9 @@
 use super::store::{Object, Pairs, Value, last_of};
 use super::{Assembly, Part};
 use crate::formats::words::{RawEvent, Word};
-use crate::formats::{Action, HostMemory, Origin, ReadError, Segment, SegmentBlock, SegmentPool};
+use crate::formats::{
+    Action, HostEvent, HostMemory, HostSegment, Origin, ReadError, Segment, SegmentBlock, SegmentPool, StackId,
+};
 use crate::steps;
 use vramlab_policies::contract::BlockState;
 
@@ -317,12 +319,17 @@ impl<'a, 'b> Assembly<'a, 'b> {
             Some(Value::Word(word)) => word.block_state(),
             _ => None,
         };
+        // Its key in Python is not documented; PyTorch's segments of device memory have `address`.
+        let addr = [Word::Address, Word::Addr].into_iter().find_map(|key| last_of(&pairs, key)?.unsigned());
         self.store.recycle(pairs);
         let Some(size) = total.or(size) else {
             return Err(self.content("a host segment has no 'total_size'"));
         };
-        self.summary.host.segment(size, HostMemory::is_active(active, allocated, state));
-        Ok(())
+        let active = HostMemory::is_active(active, allocated, state);
+        self.summary.host.segment(size, active);
+        let segment = HostSegment { addr, bytes: size, active };
+        let stored = self.retained.push(&mut self.summary.host_record.segments, segment);
+        self.within(stored)
     }
 
     fn take_host_event(&mut self, value: Value) -> Result<(), ReadError> {
@@ -332,9 +339,17 @@ impl<'a, 'b> Assembly<'a, 'b> {
             Some(Value::Word(word)) => word.action(),
             _ => None,
         };
+        let addr = last_of(&pairs, Word::Addr).and_then(|value| value.unsigned());
+        let time_us = last_of(&pairs, Word::TimeUs).and_then(|value| value.unsigned());
+        let stack = if self.receiver.wants_origins { self.origin(&pairs)?.stack } else { StackId::default() };
         self.store.recycle(pairs);
         self.summary.host.event(action, size.unwrap_or(0));
-        Ok(())
+        // An event without an address tells only the totals.
+        let (Some(action), Some(addr), Some(bytes)) = (action, addr, size) else { return Ok(()) };
+        let time_ns = time_us.unwrap_or(0).saturating_mul(1000);
+        let event = HostEvent { action, addr, bytes, stream: 0, time_ns, stack };
+        let stored = self.retained.push(&mut self.summary.host_record.events, event);
+        self.within(stored)
     }
 
     fn take_blocks(&mut self, value: Value) -> Result<Vec<SegmentBlock>, ReadError> {

@@ -13,7 +13,7 @@ impl Assembly<'_, '_> {
     pub(in crate::formats) fn is_stack_next(&self) -> bool {
         self.receiver.wants_origins
             && matches!(self.stack.last(), Some(Value::Word(Word::Frames | Word::ForwardFrames)))
-            && self.part.is_some_and(|part| matches!(part.key, Word::DeviceTraces | Word::Segments))
+            && self.part.is_some_and(|part| matches!(part.key, Word::DeviceTraces | Word::Segments | Word::HostTraces))
     }
 
     /// Whether the next dictionary is a frame.
