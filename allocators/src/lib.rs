@@ -81,8 +81,8 @@ pub use device::{Bytes, ParseBytesError};
 pub use device::{
     CallCounts, CallEvent, CallKind, CallTotals, CudaDeviceInfo, CudaDriver, CudaUnavailable, DeviceAddr,
     DeviceDescription, DeviceKind, DeviceName, Driver, DriverError, DriverResult, EventId, FaultyDriver, GraphDriver,
-    GraphId, HostRoom, IdleCosts, MemInfo, MeteredDriver, NullDriver, PoolCounters, PoolDriver, PoolSettings, Profile,
-    SimDriver, StreamId, VmmDriver,
+    GraphId, HostAccount, HostCosts, HostDriver, HostRoom, IdleCosts, MemInfo, MeteredDriver, NullDriver, Pinning,
+    PoolCounters, PoolDriver, PoolSettings, Profile, SimDriver, StreamId, VmmDriver,
 };
 pub use vramlab_policies::{
     AllocError, Attribution, Backend, Block, BlockInfo, BlockState, Capabilities, Capture, CaptureId, DeviceAllocator,

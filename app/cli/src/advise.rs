@@ -17,6 +17,7 @@ use crate::explain::phases::{Phase, phases};
 use crate::explain::{self, Pools};
 use crate::gpus::Gpus;
 use crate::history::{Trace, TraceBuilder};
+use crate::host::{self, HostAdvice};
 use crate::reading::{ReadArgs, cores, in_parallel, share_of};
 use crate::recording::Recording;
 use crate::replay::{Bounds, Search};
@@ -142,6 +143,8 @@ struct Advice {
     live_bytes: u64,
     #[serde(flatten)]
     bounds: Bounds,
+    /// Pinned host memory; `null` if the recording has none.
+    host: Option<HostAdvice>,
     /// Values that no replay shows.
     unknown: Unknown,
     #[serde(skip)]
@@ -506,6 +509,7 @@ fn advice(file: &Path, run: &RecordedRun, request: &Request, all: bool, recordin
         unclear_releases: run.unclear_releases,
         live_bytes: bound(history),
         bounds,
+        host: host::advice(recording, request.torch.and_then(Torch::host_release))?,
         unknown: Unknown {
             deferred_frees: history.deferred_frees(),
             prologue_allocations: history.prologue_allocations(),

@@ -179,6 +179,7 @@ fn explain_recording(file: &Path, recording: &Recording, how: &How) -> Result<Ex
     explanation.beside =
         device_use::device_use(file, recording, &explanation.reserved.moment, &mut explanation.timeline);
     explanation.pinning = device_use::pinned_host(recording);
+    explanation.host = crate::host::memory_use(recording)?;
     Ok(explanation)
 }
 

@@ -11,6 +11,7 @@ mod diff;
 mod explain;
 mod gpus;
 mod history;
+mod host;
 mod nsight;
 mod oom;
 mod plan;

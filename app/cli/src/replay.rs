@@ -4,6 +4,7 @@ pub(crate) mod bound;
 mod table;
 
 use crate::history::{Devices, Trace, adopted, failed, load};
+use crate::host::{self, HostLists};
 use crate::reading::ReadArgs;
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use clap::{Args, ValueEnum};
@@ -13,7 +14,7 @@ use std::path::{Path, PathBuf};
 use terminal::arguments::{self, Selections};
 use terminal::provenance::Provenance;
 use terminal::{Bar, Page};
-use vramlab::backends::{TorchAllocator, all, of_torch};
+use vramlab::backends::{MemoryKind, TorchAllocator, all, of_torch};
 use vramlab::histories::formats::Placements;
 use vramlab::histories::memory::Peaks;
 use vramlab::histories::replay::{Addresses, OutOfMemory, ReplayReport, ReplaySettings, Requests, replay_against};
@@ -27,8 +28,15 @@ pub(crate) struct ReplayArgs {
     #[arg(required = true, value_name = "FILE")]
     files: Vec<PathBuf>,
     /// Allocators with their settings, separated by commas [default: those that place blocks differently; "all" is every one]; other settings are as recorded
-    #[arg(long, value_name = "NAME[:key=value,...]", value_parser = arguments::allocators())]
-    alloc: Vec<Selections>,
+    #[arg(long, value_name = "NAME[:key=value,...]", value_parser = arguments::allocators_as::<HostLists>())]
+    alloc: Vec<HostLists>,
+    /// Replay pinned host memory under host-pytorch, host-exact, host-cupy and host-rmm-pool: that of a snapshot of PyTorch 2.14 and
+    /// newer, or any other recording read as requests of host memory
+    #[arg(long, conflicts_with_all = ["against", "addresses", "completion", "gpu", "touch", "device", "repeats", "plan"])]
+    host: bool,
+    /// What pinning costs with --host: h100x8, g6.4xlarge or a JSON file [default: h100x8]
+    #[arg(long, value_name = "MACHINE", requires = "host")]
+    pin_costs: Option<String>,
     /// sim, sim:PROFILE.json, null (no costs), cuda or cuda:N
     #[arg(long, value_name = "DEVICE", default_value = "sim")]
     device: DeviceName,
@@ -228,12 +236,30 @@ impl Failure {
     }
 }
 
+fn is_host(alloc: &Selection) -> bool {
+    alloc.capabilities().memory == MemoryKind::Host
+}
+
 /// Replays every file under every allocator.
 pub(crate) fn replay(args: &ReplayArgs) -> Result<()> {
+    if args.host {
+        return host::replay(host::HostArgs {
+            files: &args.files,
+            alloc: &args.alloc,
+            limit: args.limit,
+            costs: args.pin_costs.as_deref(),
+            read: &args.read,
+            json: args.json,
+        });
+    }
+    let named: Vec<Selections> = args.alloc.iter().map(|list| Selections(list.0.clone())).collect();
+    if let Some(alloc) = named.iter().flat_map(|list| &list.0).find(|alloc| is_host(alloc)) {
+        bail!("{} allocates pinned host memory; write --host", alloc.name());
+    }
     let against = args.against.as_deref().map(|path| Against::read(path, args)).transpose()?;
     let chosen = match &against {
-        Some(against) => against.chosen(&args.alloc)?,
-        None => arguments::chosen(&args.alloc),
+        Some(against) => against.chosen(&named)?,
+        None => arguments::chosen(&named),
     };
     chosen.iter().try_for_each(Selection::check)?;
     let devices = Devices::open(&args.device)?;

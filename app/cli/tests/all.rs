@@ -23,6 +23,7 @@ mod explain_causes_frames;
 mod explain_moments;
 mod full_gpu;
 mod gpus;
+mod host;
 mod nsight;
 mod oom;
 mod output;

@@ -61,6 +61,15 @@ pub fn allocators() -> impl TypedValueParser<Value = Selections> {
     Named::<Selections>(std::marker::PhantomData)
 }
 
+/// Parser for a list of allocators of another type, such as one that also takes allocators of host memory.
+#[must_use]
+pub fn allocators_as<T>() -> impl TypedValueParser<Value = T>
+where
+    T: std::str::FromStr<Err = SelectionError> + Clone + Send + Sync + 'static,
+{
+    Named::<T>(std::marker::PhantomData)
+}
+
 /// An allocator's text as a column heading that can wrap before each setting.
 #[must_use]
 pub fn heading(text: &str) -> String {

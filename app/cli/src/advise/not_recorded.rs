@@ -76,6 +76,7 @@ fn advice(file: &Path, recording: &Recording, limit: Option<u64>) -> Result<Valu
         "ordered_lower_bound_bytes": null,
         "ordered_plan_bytes": null,
         "ordered_plan_end": null,
+        "host": crate::host::advice(recording, None)?,
         "unknown": {
             "deferred_frees": null,
             "prologue_allocations": recording.initial.blocks.len(),

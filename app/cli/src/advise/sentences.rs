@@ -32,6 +32,10 @@ pub(super) fn report(advice: &Advice, all: bool, page: &mut Page) {
         program_changes(advice, page);
     }
     lower_bound(advice, all, page);
+    if let Some(host) = &advice.host {
+        page.title("Pinned host memory");
+        host.sentences().iter().for_each(|sentence| paragraph(page, sentence));
+    }
     unknowns(advice, page);
 }
 

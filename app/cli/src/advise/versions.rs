@@ -9,6 +9,7 @@ use anyhow::{Result, bail};
 use serde_json::{Map, Value};
 use std::fmt;
 use std::str::FromStr;
+use vramlab::backends::HostRelease;
 use vramlab::histories::formats::{Cut, Frame, Keys, Origins};
 
 /// Location of a key in a snapshot.
@@ -62,6 +63,16 @@ const OF_TORCH_1: [(&str, u16); 3] =
 pub(super) enum Torch {
     One(u16),
     Two(u16),
+}
+
+impl Torch {
+    /// The rules of its host allocator; `None` before 2.6.
+    pub(super) fn host_release(self) -> Option<HostRelease> {
+        match self {
+            Self::One(_) => None,
+            Self::Two(minor) => HostRelease::of_version(&format!("2.{minor}")),
+        }
+    }
 }
 
 impl FromStr for Torch {

@@ -5,6 +5,7 @@ use super::frames::Code;
 use super::purposes::PurposeShare;
 use crate::explain::phases::Phase;
 use crate::gpus::Gpus;
+use crate::host::HostMemoryUse;
 use serde::Serialize;
 
 /// Explanation of one recording; `analysis/schema.md` describes the keys.
@@ -74,6 +75,8 @@ pub(crate) struct Explanation {
     pub(crate) beside: Option<DeviceUse>,
     /// Pinned host memory; `null` if the snapshot has none. PyTorch 2.14 records it with `record_pinned_host_memory=True`.
     pub(crate) pinning: Option<PinnedHost>,
+    /// Who pins host memory and what waits; `null` if the recording has no events of it.
+    pub(crate) host: Option<HostMemoryUse>,
 }
 
 /// GPU memory as reported by its driver.

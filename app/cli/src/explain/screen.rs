@@ -94,6 +94,7 @@ pub(super) fn sentences(explanation: &Explanation) -> Sentences {
     streams.extend(sections::pending(explanation));
     streams.extend(sections::device_use(explanation));
     streams.extend(sections::pinned_host(explanation));
+    streams.extend(explanation.host.iter().flat_map(|host| host.sentences()));
     Sentences {
         headline: headline(explanation),
         streams,

@@ -4,6 +4,7 @@ use super::{place, table, when};
 use crate::explain::ExplainArgs;
 use crate::explain::causes::Cause;
 use crate::explain::explanation::{Explanation, Refused, Retry, SparseSegment, Stranded};
+use crate::host::HostMemoryUse;
 use crate::words::{counted, grouped, percent, size};
 use std::collections::BTreeMap;
 use terminal::{Column, Page, duration};
@@ -105,6 +106,9 @@ pub(super) fn breakdown(explanation: &Explanation, args: &ExplainArgs, page: &mu
     }
     if let Some(sentence) = pinned_host(explanation) {
         page.labelled("  pinned host", LABEL, &sentence);
+    }
+    for sentence in explanation.host.iter().flat_map(HostMemoryUse::sentences) {
+        page.labelled("", LABEL, &sentence);
     }
     if breakdown.streams.len() > 1 {
         let columns = [
