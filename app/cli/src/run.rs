@@ -5,6 +5,7 @@ mod calls;
 mod device;
 mod driver;
 mod folder;
+mod host;
 mod launch;
 mod processes;
 mod secrets;
@@ -28,6 +29,7 @@ use vramlab::Selection;
 
 pub(crate) use answer::{AnswerArgs, advice_for, answer, replay, set_command_line};
 pub(crate) use folder::Folder;
+use host::HostSampler;
 use launch::Python;
 pub(crate) use launch::{Frames, Launch, Output};
 pub(crate) use processes::Process;
@@ -189,6 +191,8 @@ pub(crate) struct Started {
     pub(crate) seconds: f64,
     pub(crate) processes: Vec<Process>,
     pub(crate) device: device::Sampled,
+    /// The host's memory; `None` where the system does not report it.
+    pub(crate) host: Option<host::HostUse>,
     /// What the driver's boundary saw, or why it saw nothing.
     pub(crate) calls: Result<Vec<CudaProcess>, String>,
     /// Whether it was killed, since it did not end when it was asked to.
@@ -262,6 +266,7 @@ impl Runner {
         }
         *self.now.lock().unwrap_or_else(PoisonError::into_inner) = Some((folder.path.clone(), folder.run.clone()));
         let sampler = Sampler::start();
+        let host = HostSampler::start();
         let began = Instant::now();
         let Outcome { status, kill } = self.around.run(&mut command)?;
         let seconds = began.elapsed().as_secs_f64();
@@ -269,6 +274,7 @@ impl Runner {
             report_kill(kill, &folder.run);
         }
         let device = sampler.stop();
+        let host = host.stop();
         folder.sweep();
         let records = read_records(folder);
         if let Some(first) = records.unreadable.first() {
@@ -292,7 +298,7 @@ impl Runner {
         if let Err(error) = device.write(folder, &processes) {
             report_problem(format_args!("what was sampled of the GPUs is not written: {error:#}"));
         }
-        Ok(Started { status, seconds, processes, device, calls, killed: kill.is_some() })
+        Ok(Started { status, seconds, processes, device, host, calls, killed: kill.is_some() })
     }
 }
 

@@ -1,5 +1,7 @@
 //! The memory calls of a run's processes at the driver's boundary: what they cost, and a history of each GPU's memory.
 
+mod pinned;
+
 use super::folder::{Folder, create_private};
 use super::symbols::{self, Place, Symbols};
 use crate::words::counted;
@@ -13,6 +15,8 @@ use terminal::duration;
 use vramlab::Bytes;
 use vramlab::histories::calls::{Call, CallRecord, Calls, Counter, NO_STACK, Notes, Served};
 use vramlab::output::{Existing, OutputFile};
+
+pub(crate) use pinned::PinnedUse;
 
 /// Calls of one kind.
 #[derive(Clone, Debug, Default, Serialize)]
@@ -69,6 +73,8 @@ pub(crate) struct CudaProcess {
     pub(crate) dropped: u64,
     /// Histories of device memory, one a GPU.
     pub(crate) histories: Vec<PathBuf>,
+    /// Pinned host memory; `null` where none was pinned.
+    pub(crate) pinned: Option<PinnedUse>,
 }
 
 /// The allocator's own calls of the driver.
@@ -139,6 +145,7 @@ fn process(path: &Path, folder: &Folder) -> Result<Option<CudaProcess>> {
     let last = calls.records.iter().map(|record| record.start_ns + record.total_ns).max().unwrap_or(0);
     let threads: std::collections::BTreeSet<u32> = calls.records.iter().map(|record| record.thread).collect();
     let written = Memory::write(&calls, &stacks, &notes, folder)?;
+    let pinned = pinned::Pinned::write(&calls, &stacks, &notes, folder)?;
     let counter = |counter| calls.counter(counter);
     let any_served = kinds.iter().any(|kind| kind.served > 0);
     Ok(Some(CudaProcess {
@@ -163,6 +170,7 @@ fn process(path: &Path, folder: &Folder) -> Result<Option<CudaProcess>> {
         incomplete: calls.incomplete,
         dropped: counter(Counter::Dropped),
         histories: written.files,
+        pinned,
     }))
 }
 
@@ -243,6 +251,34 @@ struct Line<'c> {
     frames: Option<&'c [Place]>,
 }
 
+impl<'c> Line<'c> {
+    /// The line of a call, with its action and bytes. `is_first` says whether no line has had the stack.
+    fn new(
+        record: &CallRecord,
+        (action, size): (&'static str, u64),
+        time_ns: u64,
+        stacks: &'c Stacks,
+        notes: &'c Notes,
+        is_first: &mut dyn FnMut(u32) -> bool,
+    ) -> Self {
+        let frames = stacks.0.get(&record.stack);
+        Self {
+            time_ns,
+            action,
+            addr: record.addr,
+            size,
+            stream: record.stream,
+            call: record.call.name(),
+            thread: record.thread,
+            took_ns: record.total_ns,
+            blocked_ns: record.blocked_ns,
+            behind: notes.behind(record.behind),
+            stack: frames.is_some().then_some(record.stack),
+            frames: frames.filter(|_| is_first(record.stack)).map(Vec::as_slice),
+        }
+    }
+}
+
 impl Memory {
     /// Writes a history for each GPU.
     fn write(calls: &Calls, stacks: &Stacks, notes: &Notes, folder: &Folder) -> Result<Self> {
@@ -262,24 +298,10 @@ impl Memory {
             };
             // Threads take their places in the record in another order than their calls began.
             time = record.start_ns.max(time);
-            let line = Line {
-                time_ns: time.wrapping_add(calls.epoch_ns),
-                action,
-                addr: record.addr,
-                size,
-                stream: record.stream,
-                call: record.call.name(),
-                thread: record.thread,
-                took_ns: record.total_ns,
-                blocked_ns: record.blocked_ns,
-                behind: notes.behind(record.behind),
-                stack: stacks.0.contains_key(&record.stack).then_some(record.stack),
-                frames: stacks
-                    .0
-                    .get(&record.stack)
-                    .filter(|_| written.insert((record.device, record.stack)))
-                    .map(Vec::as_slice),
-            };
+            let line =
+                Line::new(record, (action, size), time.wrapping_add(calls.epoch_ns), stacks, notes, &mut |stack| {
+                    written.insert((record.device, stack))
+                });
             serde_json::to_writer(&mut *file, &line).with_context(|| path.display().to_string())?;
             file.write_all(b"\n").with_context(|| path.display().to_string())?;
         }
@@ -367,6 +389,7 @@ impl CudaProcess {
         if self.left_bytes > 0 {
             out.push(format!("         {} not freed at the end", Bytes(self.left_bytes)));
         }
+        out.extend(self.pinned.iter().map(|pinned| format!("         {}", pinned.line())));
         if self.dropped > 0 {
             out.push(format!("         {} not recorded: the file had no room", counted(self.dropped, "call")));
         }

@@ -1,6 +1,7 @@
 //! Samples of the driver's memory figures while a program runs: used in total, and by each process.
 
 use super::folder::{Folder, create_private, now_ns};
+use super::host;
 use super::processes::{Gpu, Process};
 use crate::curves::{Curve, Curves, ENDING};
 use anyhow::Result;
@@ -39,6 +40,8 @@ struct SampledGpu {
     uuid: String,
     name: String,
     total_bytes: u64,
+    /// Whether it has no memory of its own (GB10, Jetson): NVML does not report any, and the host's is sampled.
+    shares_host: bool,
     samples: Vec<Sample>,
 }
 
@@ -102,9 +105,13 @@ fn why(error: &NvmlError) -> String {
 fn gpus(nvml: &Nvml) -> Vec<SampledGpu> {
     let of = |index| {
         let device = nvml.device_by_index(index).ok()?;
-        let total_bytes = device.memory_info().ok()?.total;
+        let (total_bytes, shares_host) = match device.memory_info() {
+            Ok(memory) => (memory.total, false),
+            Err(NvmlError::NotSupported) => (host::total(&host::read)?, true),
+            Err(_) => return None,
+        };
         let (uuid, name) = (device.uuid().ok()?, device.name().unwrap_or_default());
-        Some(SampledGpu { uuid, name, total_bytes, samples: Vec::new() })
+        Some(SampledGpu { uuid, name, total_bytes, shares_host, samples: Vec::new() })
     };
     (0..nvml.device_count().unwrap_or(0)).filter_map(of).collect()
 }
@@ -113,19 +120,28 @@ impl Sampled {
     fn take(&mut self, nvml: &Nvml) {
         for gpu in &mut self.gpus {
             let Ok(device) = nvml.device_by_uuid(gpu.uuid.as_str()) else { continue };
-            let Ok(memory) = device.memory_info() else { continue };
+            let used = match gpu.shares_host {
+                true => host::used(&host::read),
+                false => device.memory_info().ok().map(|memory| memory.used),
+            };
+            let Some(used_bytes) = used else { continue };
             let mut processes = BTreeMap::new();
             for process in device.running_compute_processes().unwrap_or_default() {
                 if let UsedGpuMemory::Used(bytes) = process.used_gpu_memory {
                     processes.insert(process.pid, bytes);
                 }
             }
-            gpu.samples.push(Sample { time_ns: now_ns(), used_bytes: memory.used, processes });
+            gpu.samples.push(Sample { time_ns: now_ns(), used_bytes, processes });
         }
         if self.gpus.iter().any(|gpu| gpu.samples.len() >= MOST) {
             self.gpus.iter_mut().for_each(|gpu| gpu.samples = halved(&gpu.samples));
             self.every *= 2;
         }
+    }
+
+    /// Whether a GPU has no memory of its own.
+    pub(super) fn shares_host(&self) -> bool {
+        self.gpus.iter().any(|gpu| gpu.shares_host)
     }
 
     /// Most bytes used on one of the GPUs that processes used.

@@ -2,6 +2,7 @@
 
 use super::calls::CudaProcess;
 use super::folder::Folder;
+use super::host::HostUse;
 use super::launch::Launch;
 use super::processes::Process;
 use super::{Started, advice_for, replay};
@@ -17,6 +18,9 @@ const LINES: usize = 4;
 /// Why there may be no process.
 const NOT_RECORDED: &str =
     "no Python process of it used CUDA through PyTorch and loaded the recorder (-I, -E and -S switch it off)";
+
+/// A GPU without memory of its own.
+const DEVICE_SHARES_HOST: &str = "device   the GPU shares the host's memory: what it uses, pinned memory and the programs' own memory are one budget";
 
 /// Inputs of the summary.
 pub(super) struct Told<'a> {
@@ -51,6 +55,10 @@ pub(super) struct Summary {
     device_missing: Option<String>,
     /// Most bytes used on a GPU by all processes, as the driver counts them.
     device_peak_bytes: Option<u64>,
+    /// Whether a GPU has no memory of its own: samples of it are of the host's memory, which programs on both share.
+    device_shares_host: bool,
+    /// The host's memory; `null` where the system does not report it.
+    host: Option<HostUse>,
     /// The snapshot of which most is told.
     worst: Option<PathBuf>,
     /// What is advised for it.
@@ -122,6 +130,8 @@ pub(super) fn of(told: &Told<'_>) -> Summary {
         cuda_under,
         device_missing: started.device.missing.clone(),
         device_peak_bytes: started.device.peak(&started.processes),
+        device_shares_host: started.device.shares_host(),
+        host: started.host.clone(),
         worst: worst.and_then(|process| Some(folder.shown.join(&process.best()?.file))),
         advice,
         no_advice,
@@ -164,6 +174,12 @@ impl Summary {
             let most = peaks.max().map_or(String::new(), |bytes| format!(", reserved {} at most", Bytes(bytes)));
             out.push(format!("         and {} more{most}", many(rest)));
         }
+        let of_torch = self.cuda.iter().filter(|cuda| self.processes.iter().any(|process| process.pid == cuda.pid));
+        out.extend(
+            of_torch.filter_map(|cuda| cuda.pinned.as_ref()).map(|pinned| format!("         {}", pinned.line())),
+        );
+        out.extend(self.host_line());
+        out.extend(self.device_shares_host.then(|| DEVICE_SHARES_HOST.to_owned()));
         out.push(match (&self.device_missing, self.device_peak_bytes) {
             (Some(why), _) => format!("device   not sampled: {why}"),
             (None, Some(bytes)) => {
@@ -189,6 +205,14 @@ impl Summary {
         out
     }
 
+    /// The host's memory, where the program pinned some or it ran short.
+    fn host_line(&self) -> Option<String> {
+        let pinned = self.cuda.iter().any(|cuda| cuda.pinned.is_some())
+            || self.processes.iter().any(|process| process.pinned_bytes.is_some_and(|bytes| bytes > 0));
+        let host = self.host.as_ref()?;
+        (pinned || host.short).then(|| host.line())
+    }
+
     /// The processes that did not use CUDA through PyTorch, or whose PyTorch was not recorded.
     fn others(&self) -> impl Iterator<Item = &CudaProcess> {
         self.cuda.iter().filter(|cuda| self.processes.iter().all(|process| process.pid != cuda.pid))
@@ -198,6 +222,9 @@ impl Summary {
     fn cuda_lines(&self) -> Vec<String> {
         let mut out: Vec<String> = self.others().take(LINES).flat_map(CudaProcess::lines).collect();
         let Some(first) = self.others().next() else { return out };
+        if self.processes.is_empty() {
+            out.extend(self.host_line());
+        }
         if let more @ 1.. = self.others().count().saturating_sub(LINES) {
             out.push(format!("         and {} more", many(more)));
         }

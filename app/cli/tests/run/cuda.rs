@@ -133,6 +133,26 @@ fn managed_and_pinned_memory_is_kept_on_request() {
 
 #[test]
 #[ignore = "needs a C compiler"]
+fn pinned_calls_are_recorded_and_replayed() {
+    let test_dir = TestDir::new();
+    let Some(driver) = build(&test_dir) else { return };
+    let ran = run(&test_dir, &driver, &["-o", "out"], "dlsym", "kinds").ok();
+    assert!(ran.stderr.contains("host memory: 8 KiB pinned at most"), "{ran:?}");
+    let left = record(&test_dir, "out");
+    let pinned = &left["cuda"][0]["pinned"];
+    assert_eq!((&pinned["peak_bytes"], &pinned["left_bytes"]), (&8192.into(), &0.into()), "{pinned}");
+    let allocations = pinned["allocations"].as_u64().unwrap();
+    assert!(left["host"]["samples"].as_u64().unwrap() > 0, "{}", left["host"]);
+    let history = pinned["history"].as_str().unwrap();
+    let replayed = test_dir.run(&["replay", "--host", "--json", history]).ok().stdout;
+    let rows: serde_json::Value = serde_json::from_str(&replayed).unwrap();
+    let [pytorch, exact, ..] = rows.as_array().unwrap().as_slice() else { panic!("{rows}") };
+    assert_eq!((&pytorch["allocations"], &pytorch["pin_calls"]), (&allocations.into(), &2.into()));
+    assert_eq!((&pytorch["peak_live_bytes"], &exact["failed_allocations"]), (&8192.into(), &0.into()));
+}
+
+#[test]
+#[ignore = "needs a C compiler"]
 fn scripts_and_pipelines_are_observed_through_their_programs() {
     let test_dir = TestDir::new();
     let Some(driver) = build(&test_dir) else { return };
