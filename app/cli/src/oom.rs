@@ -1,6 +1,7 @@
 //! `vramlab oom`: what an error text about memory says, from its numbers alone.
 
 mod advice;
+mod host;
 mod text;
 mod verdict;
 

@@ -27,7 +27,10 @@ impl Advice {
         if !holders.is_empty() {
             lines.push(holders.join(" "));
         }
-        let (remedy, setting) = remedy(source, findings);
+        let (remedy, setting) = match super::host::remedy(source, facts) {
+            Some(remedy) => (remedy.to_owned(), None),
+            None => remedy(source, findings),
+        };
         lines.push(remedy);
         Self { lines, setting: setting.map(str::to_owned), next: next(source, findings) }
     }
@@ -52,7 +55,8 @@ fn message(source: Reporter, facts: &Facts) -> String {
         Reporter::Nccl => "NCCL",
         Reporter::CudaLibrary => "A CUDA library",
         Reporter::NvidiaSmi => "nvidia-smi",
-        Reporter::Cuda => "CUDA",
+        Reporter::KernelOom => return super::host::message(facts),
+        Reporter::Pinning | Reporter::Cuda => "CUDA",
     };
     let gpu = facts.gpu.map_or(String::new(), |gpu| format!(" on GPU {gpu}"));
     let mut parts = Vec::new();
@@ -137,6 +141,9 @@ fn cause(source: Reporter, facts: &Facts, finding: Finding) -> String {
 
 /// Where the numbers do not decide: what the text leaves open.
 fn undecided(source: Reporter, facts: &Facts) -> String {
+    if let Some(cause) = super::host::cause(source, facts) {
+        return cause.to_owned();
+    }
     match source {
         Reporter::PytorchNvml => {
             "Cause: a request ran out of memory, and PyTorch's query of NVML for the message failed (some containers and Jetson \
@@ -273,6 +280,8 @@ fn next(source: Reporter, findings: &[Finding]) -> String {
             | Reporter::VllmCache
             | Reporter::Nccl
             | Reporter::CudaLibrary
+            | Reporter::KernelOom
+            | Reporter::Pinning
     );
     // A cause that lies in the program is looked for in the program, whoever else holds memory.
     let own = findings.iter().any(|finding| {

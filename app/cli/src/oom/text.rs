@@ -38,6 +38,10 @@ pub(crate) enum Reporter {
     CudaLibrary,
     /// `nvidia-smi`.
     NvidiaSmi,
+    /// The kernel, which ended the program.
+    KernelOom,
+    /// PyTorch or CUDA, which could not pin host memory.
+    Pinning,
     /// CUDA itself.
     Cuda,
 }
@@ -69,6 +73,8 @@ pub(crate) struct Facts {
     pub(crate) pools_bytes: Option<u64>,
     /// In use by this process, with everything outside of the library's allocator.
     pub(crate) process_bytes: Option<u64>,
+    /// Part of that which is shared memory of the host, such as pinned memory.
+    pub(crate) shared_bytes: Option<u64>,
     /// Other processes that the text names.
     pub(crate) other_processes: Vec<Holder>,
     /// In use by others, where the text gives only a sum.
@@ -93,7 +99,8 @@ impl Facts {
 /// Whose text it is, and its numbers: of several messages the last. `None` where it is no message about memory.
 pub(crate) fn read(text: &str) -> Option<(Reporter, Facts)> {
     let text = &plain(text);
-    let found = vllm(text)
+    let found = super::host::kernel(text)
+        .or_else(|| vllm(text))
         .or_else(|| mps(text))
         .or_else(|| pytorch(text))
         .or_else(|| malloc_async(text))
@@ -105,7 +112,7 @@ pub(crate) fn read(text: &str) -> Option<(Reporter, Facts)> {
         .or_else(|| ggml(text))
         .or_else(|| host(text))
         .or_else(|| nvidia_smi(text));
-    found.or_else(|| disguised(text))
+    found.or_else(|| super::host::pinned(text)).or_else(|| disguised(text))
 }
 
 /// Without colours, borders and the breaks that a terminal put into a line.

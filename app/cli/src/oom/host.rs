@@ -1,0 +1,122 @@
+//! Messages about the host's memory: of the kernel that ended a program, and of PyTorch and CUDA that could not pin any.
+
+use super::text::{Facts, Reporter, size};
+use vramlab::Bytes;
+
+/// The kernel's line about a process that it ended, in `dmesg` or a container's log.
+pub(super) fn kernel(text: &str) -> Option<(Reporter, Facts)> {
+    let at = text.rfind("Killed process ").filter(|at| text[*at..].contains("-rss:"))?;
+    let line = text[at..].lines().next()?;
+    let of = |key: &str| size(line.split_once(key)?.1);
+    let [anonymous, file, shared] = ["anon-rss:", "file-rss:", "shmem-rss:"].map(of);
+    let sum = [anonymous, file, shared].into_iter().flatten().fold(0, u64::saturating_add);
+    // `memory: usage 67108864kB, limit 67108864kB, failcnt 12` stands above it for a control group.
+    let limit = text[..at].rsplit_once("memory: usage ").and_then(|(_, rest)| size(rest.split_once(", limit ")?.1));
+    let facts = Facts {
+        failures: text.matches("Killed process ").count() as u64,
+        process_bytes: Some(sum),
+        shared_bytes: shared,
+        limit_bytes: limit.filter(|limit| *limit < 1 << 62),
+        ..Facts::default()
+    };
+    Some((Reporter::KernelOom, facts))
+}
+
+/// Words that show that memory of the host was to be pinned.
+const PINNING: [&str; 8] = [
+    "cudaHostAlloc",
+    "cudaMallocHost",
+    "cudaHostRegister",
+    "cuMemHostAlloc",
+    "cuMemHostRegister",
+    "CachingHostAllocator",
+    "pin_memory",
+    "pinned memory",
+];
+
+/// A failure to pin memory: CUDA reports it with the words of a full GPU.
+pub(super) fn pinned(text: &str) -> Option<(Reporter, Facts)> {
+    let failures = ["out of memory", "cudaErrorMemoryAllocation", "invalid argument", "operation not permitted"];
+    let lower = text.to_lowercase();
+    let failed = failures.iter().any(|word| lower.contains(&word.to_lowercase()));
+    // With a size of the GPU it is the GPU's memory.
+    let of_gpu = text.contains("total capacity of") || text.contains("total capacity;");
+    let pins = PINNING.iter().any(|word| text.contains(word));
+    (failed && pins && !of_gpu).then(|| (Reporter::Pinning, Facts { failures: 1, ..Facts::default() }))
+}
+
+/// What the kernel ended, with the numbers of its line.
+pub(super) fn message(facts: &Facts) -> String {
+    let resident = facts.process_bytes.map_or_else(|| "an unknown size".to_owned(), |bytes| Bytes(bytes).to_string());
+    let shared = facts.shared_bytes.filter(|bytes| *bytes > 0);
+    let shared = shared.map_or(String::new(), |bytes| format!(", {} of it shared memory", Bytes(bytes)));
+    let limit =
+        facts.limit_bytes.map_or(String::new(), |limit| format!("; the control group's limit is {}", Bytes(limit)));
+    let times = if facts.failures > 1 { format!(" (last of {} processes)", facts.failures) } else { String::new() };
+    format!("The kernel ended a process{times}: {resident} resident{shared}{limit}.")
+}
+
+/// Whether pinned memory is most of what the process had: memory of `cudaHostAlloc` counts as shared.
+fn is_pinned(facts: &Facts) -> bool {
+    facts.shared_bytes.zip(facts.process_bytes).is_some_and(|(shared, resident)| shared > resident / 2)
+}
+
+pub(super) fn cause(source: Reporter, facts: &Facts) -> Option<&'static str> {
+    Some(match source {
+        Reporter::KernelOom if is_pinned(facts) => {
+            "Cause: host memory (RAM). Most of it is shared memory: cudaHostAlloc's pinned memory counts as shared, and so does \
+             /dev/shm of loader workers."
+        }
+        Reporter::KernelOom => "Cause: host memory (RAM), not GPU memory.",
+        Reporter::Pinning => {
+            "Cause: host memory could not be pinned. CUDA reports that with the words of a full GPU; the limit is free RAM, the \
+             container's limit, or on WSL about 1 GiB of pinned memory in all."
+        }
+        _ => return None,
+    })
+}
+
+pub(super) fn remedy(source: Reporter, facts: &Facts) -> Option<&'static str> {
+    const PIN_LESS: &str = "Pin less: PyTorch rounds each pinned tensor up to a power of two and keeps it. `vramlab run` records \
+                            what is pinned, `vramlab replay --host` shows what is rounding.";
+    Some(match source {
+        Reporter::KernelOom if is_pinned(facts) => PIN_LESS,
+        Reporter::KernelOom => "Use fewer loader workers, a smaller batch, or raise the container's limit.",
+        Reporter::Pinning => PIN_LESS,
+        _ => return None,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_kernels_line_is_read_with_its_limit() {
+        let text = "[1.5] memory: usage 67108864kB, limit 67108864kB, failcnt 12\n\
+                    [1.6] Memory cgroup out of memory: Killed process 4242 (python3) total-vm:99999999kB, anon-rss:1048576kB, \
+                    file-rss:0kB, shmem-rss:62914560kB, UID:0 pgtables:1kB oom_score_adj:0";
+        let (source, facts) = kernel(text).unwrap();
+        assert_eq!(source, Reporter::KernelOom);
+        assert_eq!((facts.process_bytes, facts.shared_bytes), (Some(61 << 30), Some(60 << 30)));
+        assert_eq!((facts.limit_bytes, facts.failures), (Some(64 << 30), 1));
+        assert!(message(&facts).contains("61 GiB resident, 60 GiB of it shared memory"), "{}", message(&facts));
+        assert!(cause(source, &facts).unwrap().contains("cudaHostAlloc"));
+        let plain =
+            kernel("Out of memory: Killed process 1 (a) total-vm:9kB, anon-rss:8kB, file-rss:0kB, shmem-rss:0kB");
+        let (source, facts) = plain.unwrap();
+        assert!(!cause(source, &facts).unwrap().contains("shared") && facts.limit_bytes.is_none());
+        assert_eq!(kernel("Killed process 7"), None);
+    }
+
+    #[test]
+    fn a_failure_to_pin_is_told_from_a_full_gpu() {
+        let text =
+            "RuntimeError: CUDA error: out of memory\nat::cuda::CUDACachingHostAllocatorImpl::allocate_host_memory";
+        assert_eq!(pinned(text).map(|(source, _)| source), Some(Reporter::Pinning));
+        assert!(pinned("RuntimeError: CUDA error: out of memory").is_none());
+        let of_gpu = "CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has a total capacity of 8 GiB (in pin_memory)";
+        assert!(pinned(of_gpu).is_none());
+        assert!(pinned("pin_memory thread exited").is_none());
+    }
+}
