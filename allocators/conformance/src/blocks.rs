@@ -218,7 +218,7 @@ pub(super) fn statistics_agree_with_what_was_done(bench: &Bench) {
         match bench.capabilities().segments {
             // Calls map parts of segments.
             SegmentUse::Expandable => demand!(calls > 0 || live.is_empty(), "live blocks have memory of the device"),
-            SegmentUse::Many => demand_eq!(
+            SegmentUse::Many | SegmentUse::Stitched => demand_eq!(
                 Some(calls),
                 stats.segment.map(|gauge| gauge.all.current),
                 "each segment is one call of the driver (`segments` is many)"

@@ -12,9 +12,15 @@ use vramlab_conformance::{Check, Device, conformance};
 use vramlab_policies::Selection;
 use vramlab_policies::backends;
 
-/// Settings that change the capabilities of their backends.
-const VARIED: [&str; 5] =
-    ["lab:source=expandable", "lab:stream=steal", "lab:join=on-miss", "lab:grow=doubling", "bfc:garbage_collection=on"];
+/// Settings that change the capabilities of their backends, or make rare calls frequent.
+const VARIED: [&str; 6] = [
+    "lab:source=expandable",
+    "lab:stream=steal",
+    "lab:join=on-miss",
+    "lab:grow=doubling",
+    "bfc:garbage_collection=on",
+    "gmlake:frag_limit=2M,auto_gc=64M",
+];
 
 /// Settings of backends of host memory that change where their blocks are from, or when they return.
 const HOST_VARIED: &str = "host-pytorch:release=2.7,pinned_use_background_threads=on,host-pytorch:pinned_max_cached_size_mb=1,\

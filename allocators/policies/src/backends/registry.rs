@@ -47,6 +47,7 @@ const BUILT_IN: &[&Backend] = &[
     &super::pytorch::BACKEND,
     &super::expandable::BACKEND,
     &super::remap::BACKEND,
+    &super::gmlake::BACKEND,
     &super::lab::BACKEND,
     &super::stream_ordered::BACKEND,
     &super::rmm_pool::BACKEND,

@@ -99,7 +99,7 @@ impl<B: Copy + Ord> Pending<B> {
     }
 
     /// Notes that work on another stream uses a live block.
-    pub(super) fn announce(&mut self, block: B, user: StreamId) {
+    pub(crate) fn announce(&mut self, block: B, user: StreamId) {
         let users = self.uses.entry(block).or_default();
         if !users.contains(&user) {
             users.push(user);
@@ -112,7 +112,7 @@ impl<B: Copy + Ord> Pending<B> {
     }
 
     /// Removes and returns the streams that were announced to use a block.
-    pub(super) fn take_uses(&mut self, block: B) -> Vec<StreamId> {
+    pub(crate) fn take_uses(&mut self, block: B) -> Vec<StreamId> {
         if self.uses.is_empty() {
             return Vec::new();
         }

@@ -152,13 +152,13 @@ impl Account {
         &mut self.by_stream[at].1
     }
 
-    pub(super) fn segment_added(&mut self, list: FreeList, bytes: u64) {
+    pub(crate) fn segment_added(&mut self, list: FreeList, bytes: u64) {
         self.stats.count_segment(pool(list), bytes, self.oversize);
         let sums = self.sums(list);
         (sums.reserved, sums.idle) = (sums.reserved + bytes, sums.idle + bytes);
     }
 
-    pub(super) fn segment_removed(&mut self, list: FreeList, bytes: u64) {
+    pub(crate) fn segment_removed(&mut self, list: FreeList, bytes: u64) {
         self.stats.count_segment_released(pool(list), bytes, self.oversize);
         let sums = self.sums(list);
         (sums.reserved, sums.idle) = (sums.reserved - bytes, sums.idle - bytes);
@@ -193,17 +193,17 @@ impl Account {
     }
 
     /// The first block of a segment was taken.
-    pub(super) fn segment_busy(&mut self, segment: FreeList, mapped: u64) {
+    pub(crate) fn segment_busy(&mut self, segment: FreeList, mapped: u64) {
         self.sums(segment).idle -= mapped;
     }
 
     /// The last block of a segment became free.
-    pub(super) fn segment_idle(&mut self, segment: FreeList, mapped: u64) {
+    pub(crate) fn segment_idle(&mut self, segment: FreeList, mapped: u64) {
         self.sums(segment).idle += mapped;
     }
 
     /// Counts an allocation of the client.
-    pub(super) fn taken(&mut self, list: FreeList, segment: FreeList, bytes: u64, requested: u64) {
+    pub(crate) fn taken(&mut self, list: FreeList, segment: FreeList, bytes: u64, requested: u64) {
         self.stats.count_taken(pool(list), bytes, requested);
         self.oversize(bytes).for_each(|gauge| gauge.increase(1));
         let sums = self.sums(segment);
@@ -211,7 +211,7 @@ impl Account {
     }
 
     /// Counts a free of the client; the block is pending now.
-    pub(super) fn let_go(&mut self, list: FreeList, segment: FreeList, bytes: u64, requested: u64) {
+    pub(crate) fn let_go(&mut self, list: FreeList, segment: FreeList, bytes: u64, requested: u64) {
         self.stats.count_let_go(pool(list), bytes);
         self.oversize(bytes).for_each(|gauge| gauge.decrease(1));
         let sums = self.sums(segment);
@@ -226,13 +226,13 @@ impl Account {
     }
 
     /// A pending block became reusable.
-    pub(super) fn freed(&mut self, list: FreeList, segment: FreeList, bytes: u64, requested: u64) {
+    pub(crate) fn freed(&mut self, list: FreeList, segment: FreeList, bytes: u64, requested: u64) {
         self.stats.count_reusable(pool(list), bytes, requested);
         self.sums(segment).pending -= bytes;
     }
 
     /// Changes the number and bytes of free blocks that are parts of segments.
-    pub(super) fn split_changed(&mut self, list: FreeList, blocks: i64, bytes: i64) {
+    pub(crate) fn split_changed(&mut self, list: FreeList, blocks: i64, bytes: i64) {
         self.stats.inactive_split.iter_mut().for_each(|gauge| gauge.change(pool(list), blocks));
         self.stats.inactive_split_bytes.iter_mut().for_each(|gauge| gauge.change(pool(list), bytes));
     }

@@ -100,6 +100,7 @@ impl Capabilities {
                 SegmentUse::One => "a segment for each block",
                 SegmentUse::Many => "several blocks a segment",
                 SegmentUse::Expandable => "segments that grow",
+                SegmentUse::Stitched => "blocks over several segments",
                 SegmentUse::Hidden => "",
             },
             if self.caches { "keeps freed memory" } else { "" },
@@ -120,7 +121,7 @@ impl SegmentUse {
     /// Whether several blocks can share a segment.
     #[must_use]
     pub fn is_shared(self) -> bool {
-        matches!(self, Self::Many | Self::Expandable)
+        matches!(self, Self::Many | Self::Expandable | Self::Stitched)
     }
 
     /// By how many bytes a memory limit may be exceeded: PyTorch compares it before it rounds to whole handles.
@@ -173,6 +174,9 @@ pub enum SegmentUse {
     /// Several blocks can share a segment, and segments are ranges of addresses in which memory is mapped and unmapped. They are
     /// not counted.
     Expandable,
+    /// Several blocks can share a segment, and a block can be over the memory of several segments. Snapshots contain such a block
+    /// as a segment of its own, and the remaining parts of those segments.
+    Stitched,
     /// The driver does not report it.
     Hidden,
 }
