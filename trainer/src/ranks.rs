@@ -11,6 +11,7 @@ mod launch;
 #[cfg(not(unix))]
 #[path = "ranks/no_launch.rs"]
 mod launch;
+mod links;
 pub(crate) mod nccl;
 mod rendezvous;
 mod sums;
@@ -28,6 +29,7 @@ use vramlab::{CudaDriver, DeviceKind, DeviceName};
 pub(crate) use environment::Part;
 pub use group::Group;
 pub(crate) use launch::launch;
+pub use links::{SumTime, measure_sums};
 pub(crate) use sums::Clocks;
 
 /// Options that ranks may have each for itself.
@@ -218,7 +220,7 @@ vramlab::device::named! {
 }
 
 impl BufferRule {
-    /// What waits, and until when.
+    /// The memory or stream that waits, and until when.
     #[must_use]
     pub fn waits(self) -> &'static str {
         match self {
@@ -252,7 +254,7 @@ pub struct CommunicationRecord {
     pub sum_s: Option<Vec<f64>>,
     /// Lifetime of the buckets' buffers.
     pub buffers: BufferRule,
-    /// What waits under this lifetime, and until when.
+    /// The memory or stream that waits under this lifetime, and until when.
     pub waits: &'static str,
 }
 

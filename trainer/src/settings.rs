@@ -204,7 +204,7 @@ pub struct Settings {
     /// Matrix product [default: tiled for f32, else tensor]; f32 has no other
     #[arg(long, value_enum, help_heading = "Arithmetic")]
     pub gemm: Option<GemmMode>,
-    /// What is fused into one launch
+    /// Operations that are fused into one launch
     #[arg(long, value_enum, default_value_t, help_heading = "Arithmetic")]
     pub fuse: FuseMode,
 
@@ -262,8 +262,8 @@ pub struct Settings {
     #[arg(long, value_parser = nvtx_parser(), default_value = "auto", value_name = "auto|on|off", help_heading = "Record and instruments")]
     #[serde(serialize_with = "is_on", default)]
     pub nvtx_memory: NvtxMode,
-    /// What a profiler captures: these steps of the run, both included, between two waits for the device [default: the
-    /// whole training]
+    /// Steps of the run that a profiler captures, both included, between two waits for the device [default: the whole
+    /// training]
     #[arg(long, value_name = "FIRST..LAST", help_heading = "Record and instruments")]
     pub profile_steps: Option<ProfileSteps>,
     /// Latency histograms

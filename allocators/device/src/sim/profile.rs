@@ -163,10 +163,9 @@ pub struct LinkCosts {
 }
 
 impl Default for LinkCosts {
-    /// An H200's on NVLink.
+    /// An H200's on NVLink. Latencies are those of NCCL 2.30's own cost model for a ring with its low-latency protocol on NVLink. The
+    /// bandwidth is that of two H200s with NVLink multicast off: an all-reduce of 256 MiB took 916 us.
     fn default() -> Self {
-        // Latencies are those of NCCL 2.30's own cost model for a ring with its low-latency protocol on NVLink. The bandwidth is
-        // that of two H200s with NVLink multicast off: an all-reduce of 256 MiB took 916 us.
         Self { base_ns: 6_600, hop_ns: 600, bytes_per_ns: 295.5 }
     }
 }
@@ -296,7 +295,7 @@ pub struct Profile {
     /// Graphs; absent: as on an H200. No command measures them, so they are kept from the base profile.
     #[serde(default)]
     pub graphs: GraphCosts,
-    /// Links between GPUs; absent: as between H200s on NVLink. No command measures them, so they are kept from the base profile.
+    /// Links between GPUs; absent: as between H200s on NVLink. `experiments calibrate` measures them on a machine with several GPUs.
     #[serde(default)]
     pub links: LinkCosts,
     /// Copies and fills.
