@@ -157,9 +157,10 @@ mod tests {
         };
         for (allocator, refused) in [(&naive::BACKEND, false), (&EAGER, true)] {
             let settings = Settings { launch: LaunchMode::Graph, allocator: allocator.into(), ..Settings::default() };
-            let told = launch(&settings).err().map(|error| error.to_string());
-            let said = told.as_ref().is_some_and(|text| text.contains("'eager-only'") && text.contains("use naive, "));
-            assert_eq!((told.is_some(), said), (refused, refused), "{told:?}");
+            let message = launch(&settings).err().map(|error| error.to_string());
+            let said =
+                message.as_ref().is_some_and(|text| text.contains("'eager-only'") && text.contains("use naive, "));
+            assert_eq!((message.is_some(), said), (refused, refused), "{message:?}");
             launch(&Settings { launch: LaunchMode::Eager, ..settings }).unwrap();
         }
     }

@@ -133,13 +133,13 @@ fn print(json: bool, value: &impl Serialize, show: impl FnOnce(&mut Page)) -> u8
 
 /// Lists the allocators.
 fn list_allocators(names: &[String], json: bool) -> Result<u8> {
-    let wanted = names.iter().map(|name| backends::find(name)).collect::<std::result::Result<Vec<_>, _>>();
-    let mut wanted = wanted.map_err(|error| TrainError::Input(error.to_string()))?;
-    let show = if wanted.is_empty() { allocators::show } else { allocators::show_all };
-    if wanted.is_empty() {
-        wanted = backends::all();
+    let selection = names.iter().map(|name| backends::find(name)).collect::<std::result::Result<Vec<_>, _>>();
+    let mut selection = selection.map_err(|error| TrainError::Input(error.to_string()))?;
+    let show = if selection.is_empty() { allocators::show } else { allocators::show_all };
+    if selection.is_empty() {
+        selection = backends::all();
     }
-    Ok(print(json, &allocators::rows(&wanted), |page| show(&wanted, page)))
+    Ok(print(json, &allocators::rows(&selection), |page| show(&selection, page)))
 }
 
 /// The grammar of the command line, for programs that compose one.
@@ -188,7 +188,7 @@ fn run(arguments: Vec<OsString>) -> u8 {
     let command = arguments.iter().map(|argument| argument.to_string_lossy().into_owned()).collect();
     let cli: Cli = parse(arguments.clone());
     let terminal = Arc::new(Terminal::new());
-    let done = match cli.command {
+    let outcome = match cli.command {
         Some(Command::Doctor { json, data_dir }) => {
             let diagnosis = doctor::examine(data_dir.as_deref());
             Ok(print(json, &diagnosis, |page| diagnosis.show(page)))
@@ -198,7 +198,7 @@ fn run(arguments: Vec<OsString>) -> u8 {
         Some(Command::Completions(args)) => Ok(exit::end(completions(&args, self::command()))),
         None => train(&cli.train, (&arguments, command), started, &terminal),
     };
-    match done {
+    match outcome {
         Ok(code) => code,
         Err(error) => {
             terminal.clear();

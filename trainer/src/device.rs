@@ -52,8 +52,8 @@ impl Device {
         let (name, reason) = match choice {
             DeviceChoice::Named(name) => (name.clone(), String::new()),
             DeviceChoice::Auto => match CudaDriver::probe() {
-                Ok(found) => {
-                    let reason = format!("found {}", found.first().map_or("a GPU", |gpu| gpu.name.as_str()));
+                Ok(gpus) => {
+                    let reason = format!("found {}", gpus.first().map_or("a GPU", |gpu| gpu.name.as_str()));
                     (DeviceName::Cuda(0), reason)
                 }
                 Err(missing) => {

@@ -64,13 +64,13 @@ impl Diagnosis {
             .filter(|finding| finding.what.starts_with("GPU "))
             .partition(|gpu| gpu.state == State::Ok);
         let broken = self.findings.iter().filter(|finding| finding.state == State::Broken).count();
-        let found = match (gpus.first(), bad.first(), broken) {
+        let summary = match (gpus.first(), bad.first(), broken) {
             (Some(gpu), _, 0) => format!("A run takes the {} ({}).", gpu.what, gpu.found),
             (None, None, 0) => "There is no GPU that can be used; a run takes the simulated one.".to_owned(),
             _ => format!("{broken} found broken, marked with !! above; --device sim works without it."),
         };
         let device = if broken > 0 { "--alloc caching --device sim" } else { "--alloc caching" };
-        page.end(found, &terminal::command("trainer", device));
+        page.end(summary, &terminal::command("trainer", device));
     }
 }
 
@@ -187,12 +187,12 @@ mod tests {
         for (pools, vmm, need) in [(false, true, Needs::Pools), (true, false, Needs::Vmm)] {
             let mut findings = Vec::new();
             capabilities(&mut findings, pools, vmm);
-            let [told] = findings.iter().filter(|one| one.state != State::Ok).collect::<Vec<_>>()[..] else {
+            let [problem] = findings.iter().filter(|one| one.state != State::Ok).collect::<Vec<_>>()[..] else {
                 panic!("{findings:?}")
             };
             for backend in backends::all() {
-                let named = told.advice.split([' ', ',']).any(|word| word == backend.name);
-                assert_eq!(named, backend.capabilities.needs == need, "{backend}: {}", told.advice);
+                let named = problem.advice.split([' ', ',']).any(|word| word == backend.name);
+                assert_eq!(named, backend.capabilities.needs == need, "{backend}: {}", problem.advice);
             }
         }
     }

@@ -43,14 +43,14 @@ impl LatencyRecord {
     /// Percentiles measured on a clock, `virtual` or `monotonic`.
     #[must_use]
     pub fn new(row: LatencyRow, clock: &str) -> Self {
-        let told = |ns: u64| (ns > 0 || clock != "virtual").then_some(ns);
+        let value = |ns: u64| (ns > 0 || clock != "virtual").then_some(ns);
         Self {
-            min_ns: told(row.min_ns),
-            p50_ns: told(row.p50_ns),
-            p90_ns: told(row.p90_ns),
-            p99_ns: told(row.p99_ns),
-            p999_ns: told(row.p999_ns),
-            max_ns: told(row.max_ns),
+            min_ns: value(row.min_ns),
+            p50_ns: value(row.p50_ns),
+            p90_ns: value(row.p90_ns),
+            p99_ns: value(row.p99_ns),
+            p999_ns: value(row.p999_ns),
+            max_ns: value(row.max_ns),
             operation: row.operation,
             path: row.path,
             count: row.count,

@@ -282,7 +282,7 @@ const GROWTH: u64 = 64 << 10;
 /// The directory of a record.
 #[derive(Debug)]
 pub struct RecordWriter {
-    folder: OwnFolder,
+    directory: OwnFolder,
     /// True once a summary was written.
     begun: bool,
     /// Room for the next summary.
@@ -305,7 +305,7 @@ impl RecordWriter {
     /// then nothing is left.
     pub fn create(out: Option<&Path>, stamp: &str, label: &str) -> Result<Self> {
         if let Some(path) = out {
-            let (folder, steps) = OwnFolder::take(path, STEPS).map_err(|error| match error.kind() {
+            let (directory, steps) = OwnFolder::take(path, STEPS).map_err(|error| match error.kind() {
                 ErrorKind::AlreadyExists => TrainError::Input(format!(
                     "{} exists already{}; choose another directory with --out, or remove it",
                     path.display(),
@@ -313,13 +313,13 @@ impl RecordWriter {
                 )),
                 _ => refused(path, error),
             })?;
-            return Self::begin(folder, steps);
+            return Self::begin(directory, steps);
         }
         for attempt in 1.. {
             let suffix = if attempt == 1 { String::new() } else { format!("-{attempt}") };
             let path = Path::new("runs").join(format!("{stamp}-{label}{suffix}"));
             match OwnFolder::take(&path, STEPS) {
-                Ok((folder, steps)) => return Self::begin(folder, steps),
+                Ok((directory, steps)) => return Self::begin(directory, steps),
                 Err(error) if error.kind() == ErrorKind::AlreadyExists && path.is_dir() => {}
                 Err(error) => return Err(refused(&path, error)),
             }
@@ -328,8 +328,8 @@ impl RecordWriter {
     }
 
     /// Begins the record in a directory that only this program uses.
-    fn begin(folder: OwnFolder, mut steps: File) -> Result<Self> {
-        let mut record = Self { folder, begun: false, reserve: None, incomplete: Cell::new(false) };
+    fn begin(directory: OwnFolder, mut steps: File) -> Result<Self> {
+        let mut record = Self { directory, begun: false, reserve: None, incomplete: Cell::new(false) };
         let opened = (|| {
             writeln!(
                 steps,
@@ -352,13 +352,13 @@ impl RecordWriter {
     /// Removes a record in which nothing was recorded, so that the same command can be given again.
     fn take_back(&mut self) {
         self.reserve = None;
-        self.folder.give_back();
+        self.directory.give_back();
     }
 
     /// The directory.
     #[must_use]
     pub fn directory(&self) -> &Path {
-        self.folder.path()
+        self.directory.path()
     }
 
     /// Returns true after a failed append.

@@ -26,7 +26,7 @@ pub(crate) struct Stack {
     /// Checker.
     pub(crate) checker: Option<Arc<Checker>>,
     /// True if a memory checker is notified of blocks.
-    pub(crate) told: bool,
+    pub(crate) nvtx_heaps: bool,
     /// The cost of the enabled instruments.
     pub(crate) costs: Vec<InstrumentCost>,
 }
@@ -40,8 +40,8 @@ impl Stack {
         let mut allocator = settings.allocator.clone();
         let keeps_limit = allocator.set_memory_limit(settings.memory_limit);
         let heaps = if settings.nvtx_memory == NvtxMode::Off { None } else { Heaps::of_attached_tool() };
-        let told = heaps.is_some();
-        if settings.nvtx_memory == NvtxMode::On && !told {
+        let nvtx_heaps = heaps.is_some();
+        if settings.nvtx_memory == NvtxMode::On && !nvtx_heaps {
             return Err(TrainError::Input(
                 "--nvtx-memory on: no memory checker is attached to this process; start it with `compute-sanitizer \
                  --force-blocking-launches trainer …`, or leave the option out"
@@ -97,6 +97,6 @@ impl Stack {
                 Arc::new(unsafe { Checker::new(inner, Arc::clone(&driver)) })
             })?);
         }
-        Ok(Self { top, timed, trace, checker, told, costs })
+        Ok(Self { top, timed, trace, checker, nvtx_heaps, costs })
     }
 }

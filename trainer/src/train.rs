@@ -520,7 +520,7 @@ fn effective(
             overlap: of_rank.then(|| settings.overlap.unwrap_or(true)),
             buffers: of_rank.then(|| settings.buffers.unwrap_or_default()),
             nvtx: if device.ranges().is_on() { NvtxMode::On } else { NvtxMode::Off },
-            nvtx_memory: if stack.told { NvtxMode::On } else { NvtxMode::Off },
+            nvtx_memory: if stack.nvtx_heaps { NvtxMode::On } else { NvtxMode::Off },
             latency: stack.timed.is_some(),
             trace: stack.trace.is_some(),
             exports,

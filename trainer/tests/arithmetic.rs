@@ -86,11 +86,11 @@ fn the_checker_finds_nothing_and_changes_nothing() {
     for (name, settings) in combinations(&iris()) {
         for loader in [LoaderMode::Copy, LoaderMode::Resident] {
             let settings = Settings { loader, ..settings.clone() };
-            let done = train(&Settings { check: true, ..settings.clone() }).finished();
-            let report = done.outcome.summary.check.as_ref().unwrap();
+            let run = train(&Settings { check: true, ..settings.clone() }).finished();
+            let report = run.outcome.summary.check.as_ref().unwrap();
             assert!(report.is_clean(), "{name}, {loader:?}: {report:?}");
             // It fills freed memory, so a value that is read before it was written shows.
-            assert_eq!(done.column("loss"), losses(&settings), "{name}, {loader:?}");
+            assert_eq!(run.column("loss"), losses(&settings), "{name}, {loader:?}");
         }
     }
 }
@@ -129,11 +129,11 @@ fn the_first_loss_is_that_of_f32_to_rounding() {
             Dtype::Tf32 | Dtype::F16 => 1e-3,
             Dtype::Bf16 => 1e-2,
         };
-        let found = numbers(&settings)[0];
-        println!("{name}: {:.1e}", (found / expected - 1.0).abs());
-        assert!((found / expected - 1.0).abs() < bound, "{name}: {found} instead of {expected}");
+        let actual = numbers(&settings)[0];
+        println!("{name}: {:.1e}", (actual / expected - 1.0).abs());
+        assert!((actual / expected - 1.0).abs() < bound, "{name}: {actual} instead of {expected}");
         if settings.dtype != Dtype::F32 {
-            assert_ne!(found, expected, "{name}: it should not have been computed in f32");
+            assert_ne!(actual, expected, "{name}: it should not have been computed in f32");
         }
     }
 }
@@ -152,8 +152,8 @@ fn the_loss_scale_leaves_the_steps_alone() {
     // In f16 a gradient below 2⁻²⁵ is zero, so with too small a scale nothing is learnt.
     let base = Settings { dtype: Dtype::F16, ..iris() };
     let validated = |settings: &Settings| {
-        let done = train(settings).finished();
-        done.outcome.summary.epochs.iter().map(|epoch| epoch.val_loss).collect::<Vec<f64>>()
+        let run = train(settings).finished();
+        run.outcome.summary.epochs.iter().map(|epoch| epoch.val_loss).collect::<Vec<f64>>()
     };
     let (usual, vanished) = (validated(&base), validated(&Settings { loss_scale: Some(1e-8), ..base.clone() }));
     assert!(usual[1] < usual[0] && vanished[1] == vanished[0], "{usual:?} {vanished:?}");
@@ -163,15 +163,15 @@ fn the_loss_scale_leaves_the_steps_alone() {
 fn halves_learn_the_digits_as_f32_does() {
     let base = Settings { epochs: 3, steps: None, hidden: 64, ..digits() };
     let accuracy = |settings: &Settings| {
-        let done = train(settings).finished();
-        done.outcome.summary.epochs.last().unwrap().val_accuracy
+        let run = train(settings).finished();
+        run.outcome.summary.epochs.last().unwrap().val_accuracy
     };
     let expected = accuracy(&base);
     assert!(expected > 0.95, "{expected}");
     for (name, settings) in types(&Settings { fuse: FuseMode::Update, ..base }) {
-        let found = accuracy(&settings);
-        println!("{name}: {found}, f32 {expected}");
-        assert!(found > expected - 0.01, "{name}: {found} instead of {expected}");
+        let actual = accuracy(&settings);
+        println!("{name}: {actual}, f32 {expected}");
+        assert!(actual > expected - 0.01, "{name}: {actual} instead of {expected}");
     }
 }
 
@@ -189,10 +189,10 @@ fn odd_shapes_train() {
     ];
     for shape in shapes {
         for (name, settings) in combinations(&shape) {
-            let done = train(&settings).finished();
+            let run = train(&settings).finished();
             let (layers, batch) = (settings.layers, settings.batch);
-            assert!(!done.column("loss").is_empty(), "{name}, {layers} layers, batch {batch}");
-            let epoch = done.outcome.summary.epochs.last().unwrap();
+            assert!(!run.column("loss").is_empty(), "{name}, {layers} layers, batch {batch}");
+            let epoch = run.outcome.summary.epochs.last().unwrap();
             assert!(epoch.val_loss.is_finite() && (0.0..=1.0).contains(&epoch.val_accuracy), "{name}");
         }
     }
@@ -208,11 +208,10 @@ fn large_batches_train_too() {
             let plain = train(&base).finished();
             for fuse in [FuseMode::Epilogue, FuseMode::Update] {
                 let fused = train(&Settings { fuse, check: true, ..base.clone() }).finished();
-                let losses = [&plain, &fused].map(|done| {
-                    done.column("loss").iter().map(|loss| loss.parse::<f64>().unwrap()).collect::<Vec<_>>()
-                });
+                let losses = [&plain, &fused]
+                    .map(|run| run.column("loss").iter().map(|loss| loss.parse::<f64>().unwrap()).collect::<Vec<_>>());
                 assert!(apart(&losses[0], &losses[1]) < 2e-3, "{dtype:?} {fuse:?}, batch {batch}: {losses:?}");
-                let accuracies = [&plain, &fused].map(|done| done.outcome.summary.epochs[0].val_accuracy);
+                let accuracies = [&plain, &fused].map(|run| run.outcome.summary.epochs[0].val_accuracy);
                 assert!((accuracies[0] - accuracies[1]).abs() < 0.01, "{dtype:?} {fuse:?}: {accuracies:?}");
             }
         }
@@ -259,9 +258,9 @@ fn updates_of_wide_layers_change_no_loss() {
 #[test]
 fn the_record_says_which_kernels_multiply() {
     for (name, settings) in combinations(&iris()) {
-        let done = train(&Settings { exports: vec![Export::Perfetto], ..settings.clone() }).finished();
-        let calls = std::fs::read_to_string(done.path().join("driver_calls.jsonl")).unwrap();
-        let json = done.json();
+        let run = train(&Settings { exports: vec![Export::Perfetto], ..settings.clone() }).finished();
+        let calls = std::fs::read_to_string(run.path().join("driver_calls.jsonl")).unwrap();
+        let json = run.json();
         let layers: Vec<_> =
             json["products"].as_array().unwrap().iter().map(|layer| layer.as_object().unwrap()).collect();
         assert_eq!(layers.len(), settings.layers as usize, "{name}");
@@ -322,8 +321,8 @@ fn weights_are_counted_as_they_are_held() {
         (Dtype::F16, WeightsMode::Half, FuseMode::Update, expected([8, 64, 64], 2, 125)),
     ] {
         let settings = Settings { dtype, weights, fuse, hidden: 61, ..iris() };
-        let done = train(&settings).finished();
-        assert_eq!(done.outcome.summary.parameter_bytes, bytes, "{dtype:?} {weights:?} {fuse:?}");
-        assert_eq!(done.json()["settings"]["dtype"], format!("{dtype:?}").to_lowercase());
+        let run = train(&settings).finished();
+        assert_eq!(run.outcome.summary.parameter_bytes, bytes, "{dtype:?} {weights:?} {fuse:?}");
+        assert_eq!(run.json()["settings"]["dtype"], format!("{dtype:?}").to_lowercase());
     }
 }

@@ -59,12 +59,12 @@ impl TestDir {
         command
     }
 
-    fn run(&self, arguments: &[&str]) -> Ran {
-        Ran::of(Command::from_std(self.process(arguments)))
+    fn run(&self, arguments: &[&str]) -> ProgramOutput {
+        ProgramOutput::of(Command::from_std(self.process(arguments)))
     }
 
     /// [`run`](Self::run) on the simulated device with iris and few, small layers.
-    fn iris(&self, arguments: &[&str]) -> Ran {
+    fn iris(&self, arguments: &[&str]) -> ProgramOutput {
         let base = ["--device", "sim", "--dataset", "iris", "--hidden", "16", "--epochs", "2"];
         // Options given twice are refused, so the defaults are left out.
         let kept = base.chunks(2).filter(|pair| !arguments.contains(&pair[0])).flatten();
@@ -73,34 +73,38 @@ impl TestDir {
 
     /// [`run`](Self::run) with at most this many KiB of address space.
     #[cfg(target_os = "linux")]
-    fn run_within(&self, kib: u64, arguments: &[&str]) -> Ran {
+    fn run_within(&self, kib: u64, arguments: &[&str]) -> ProgramOutput {
         let mut command = std::process::Command::new("sh");
         let script = format!("ulimit -v {kib} && exec \"$0\" \"$@\"");
         self.settle(command.arg("-c").arg(script).arg(env!("CARGO_BIN_EXE_trainer")).args(arguments));
-        Ran::of(Command::from_std(command))
+        ProgramOutput::of(Command::from_std(command))
     }
 }
 
 /// Output of a run.
 #[derive(Debug)]
-struct Ran {
+struct ProgramOutput {
     code: Option<i32>,
     stdout: String,
     stderr: String,
 }
 
-impl Ran {
+impl ProgramOutput {
     fn of(mut command: Command) -> Self {
         Self::of_output(command.timeout(std::time::Duration::from_secs(60)).output().unwrap())
     }
 
     fn of_output(output: std::process::Output) -> Self {
         let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
-        let ran = Self { code: output.status.code(), stdout: text(output.stdout), stderr: text(output.stderr) };
+        let process_output =
+            Self { code: output.status.code(), stdout: text(output.stdout), stderr: text(output.stderr) };
         for words in ["panicked", "internal fault", "RUST_BACKTRACE", "stack backtrace"] {
-            assert!(!ran.stderr.contains(words) && !ran.stdout.contains(words), "{ran:#?}");
+            assert!(
+                !process_output.stderr.contains(words) && !process_output.stdout.contains(words),
+                "{process_output:#?}"
+            );
         }
-        ran
+        process_output
     }
 
     fn ok(self) -> Self {
@@ -168,17 +172,22 @@ fn mnist(test_dir: &TestDir, directory: &str) {
 #[test]
 fn a_run_reports_to_people() {
     let test_dir = TestDir::new();
-    let ran = test_dir.run(&["--device", "sim", "--dataset", "digits", "--epochs", "1", "--out", "record"]).ok();
+    let process_output =
+        test_dir.run(&["--device", "sim", "--dataset", "digits", "--epochs", "1", "--out", "record"]).ok();
     let order =
         ["device   ", "data     digits: 8000 rows", "train    3 layers", "epoch  1 train loss", "record   record"];
-    let found: Vec<usize> = order.iter().map(|words| ran.stderr.find(words).unwrap_or(usize::MAX)).collect();
-    assert!(found.is_sorted() && found[4] < usize::MAX, "{found:?} {ran:#?}");
+    let actual: Vec<usize> =
+        order.iter().map(|words| process_output.stderr.find(words).unwrap_or(usize::MAX)).collect();
+    assert!(actual.is_sorted() && actual[4] < usize::MAX, "{actual:?} {process_output:#?}");
     for words in
         ["Training with 'caching'", "Driver calls", "Allocator latency", "Memory", "Where reserved memory went"]
     {
-        assert!(ran.stdout.contains(words), "{words}: {ran:#?}");
+        assert!(process_output.stdout.contains(words), "{words}: {process_output:#?}");
     }
-    assert!(!ran.stderr.contains('\u{1b}') && !ran.stdout.contains('\u{1b}'), "no escapes away from a terminal");
+    assert!(
+        !process_output.stderr.contains('\u{1b}') && !process_output.stdout.contains('\u{1b}'),
+        "no escapes away from a terminal"
+    );
     for file in ["summary.json", "steps.csv", "latency.hlog"] {
         assert!(test_dir.at("record").join(file).is_file(), "{file}");
     }
@@ -197,8 +206,8 @@ fn json_is_the_record_and_nothing_else() {
     ] {
         let test_dir = TestDir::new();
         let more = ["--json", "--out", "record", "--seed", "7", "--check"];
-        let ran = test_dir.iris(&arguments.iter().chain(&more).copied().collect::<Vec<_>>()).ok();
-        let json = ran.json();
+        let process_output = test_dir.iris(&arguments.iter().chain(&more).copied().collect::<Vec<_>>()).ok();
+        let json = process_output.json();
         assert_eq!(json, read_json(&test_dir.at("record/summary.json")));
 
         assert_eq!(json["schema_version"], 1);
@@ -262,10 +271,10 @@ fn effective_settings_are_read_back() {
     let test_dir = TestDir::new();
     let threshold = "stream-ordered:release_threshold=1G,reuse_allow_opportunistic=off";
     let json = test_dir.iris(&["--alloc", threshold, "--json"]).ok().json();
-    let found = &json["settings"]["allocator_settings"];
-    assert_eq!(found["release_threshold"], 1u64 << 30);
-    assert_eq!(found["reuse_allow_opportunistic"], false);
-    assert_eq!(found["reuse_follow_event_dependencies"], true);
+    let actual = &json["settings"]["allocator_settings"];
+    assert_eq!(actual["release_threshold"], 1u64 << 30);
+    assert_eq!(actual["reuse_allow_opportunistic"], false);
+    assert_eq!(actual["reuse_follow_event_dependencies"], true);
     let json =
         test_dir.iris(&["--alloc", "caching", "--memory-limit", "1.5G", "--latency", "off", "--json"]).ok().json();
     assert_eq!(json["settings"]["memory_limit"], 3u64 << 29);
@@ -286,14 +295,15 @@ fn memory_limit_of_the_allocator_counts_reserved_bytes() {
     let limit = 64u64 << 10;
     let mut refused = 0;
     for backend in vramlab::backends::all() {
-        let ran = test_dir.iris(&["--alloc", backend.name, "--memory-limit", "64K", "--latency", "off", "--json"]);
+        let process_output =
+            test_dir.iris(&["--alloc", backend.name, "--memory-limit", "64K", "--latency", "off", "--json"]);
         let keeps_reserved = vramlab::Selection::of(backend).set_memory_limit(None);
-        if keeps_reserved && ran.code == Some(1) {
-            assert!(ran.error(1).contains("out of memory"), "{backend}");
+        if keeps_reserved && process_output.code == Some(1) {
+            assert!(process_output.error(1).contains("out of memory"), "{backend}");
             refused += 1;
             continue;
         }
-        let json = ran.ok().json();
+        let json = process_output.ok().json();
         let peak = |bytes: &str| json["allocator_stats"][format!("{bytes}.all.peak")].as_u64().unwrap();
         assert!(peak("allocated_bytes") <= limit, "{backend}");
         assert!(!keeps_reserved || peak("reserved_bytes") <= limit, "{backend}");
@@ -322,10 +332,16 @@ fn arithmetic_in_effect_is_recorded_and_reported() {
         let arguments: Vec<&str> = arguments.split_whitespace().collect();
         let json = test_dir.iris(&[&arguments[..], &["--json"]].concat()).ok().json();
         assert_eq!(serde_json::json!(keys.map(|key| &json["settings"][key])), expected);
-        let ran = test_dir.iris(&arguments).ok();
+        let process_output = test_dir.iris(&arguments).ok();
         let dtype = expected[0].as_str().unwrap();
-        assert!(ran.stderr.contains(&format!("batch 64, {dtype}, allocator caching")), "{ran:#?}");
-        assert!(ran.stdout.contains(&format!("Training with 'caching' in {dtype} on")), "{ran:#?}");
+        assert!(
+            process_output.stderr.contains(&format!("batch 64, {dtype}, allocator caching")),
+            "{process_output:#?}"
+        );
+        assert!(
+            process_output.stdout.contains(&format!("Training with 'caching' in {dtype} on")),
+            "{process_output:#?}"
+        );
     }
 }
 
@@ -343,17 +359,17 @@ fn runs_without_out_never_share_a_directory() {
     for _ in 0..3 {
         test_dir.iris(&[]).ok();
     }
-    let found: Vec<_> = std::fs::read_dir(test_dir.at("runs")).unwrap().map(|entry| entry.unwrap().path()).collect();
-    assert_eq!(found.len(), 3, "{found:?}");
-    assert!(found.iter().all(|path| path.join("summary.json").is_file()));
+    let actual: Vec<_> = std::fs::read_dir(test_dir.at("runs")).unwrap().map(|entry| entry.unwrap().path()).collect();
+    assert_eq!(actual.len(), 3, "{actual:?}");
+    assert!(actual.iter().all(|path| path.join("summary.json").is_file()));
 }
 
 #[test]
 fn driver_calls_are_logged_where_they_happen() {
     let test_dir = TestDir::new();
     let log = |arguments: &[&str]| -> Vec<String> {
-        let ran = test_dir.iris(arguments).ok();
-        ran.stderr.lines().filter_map(|line| line.strip_prefix("driver   ")).map(str::to_owned).collect()
+        let process_output = test_dir.iris(arguments).ok();
+        process_output.stderr.lines().filter_map(|line| line.strip_prefix("driver   ")).map(str::to_owned).collect()
     };
     // With wide layers a step needs memory that the set-up has not brought.
     let caching = log(&["--alloc", "caching", "--log-driver-calls", "--hidden", "900", "--layers", "8"]);
@@ -417,9 +433,9 @@ fn allocators_are_listed_with_their_settings() {
         let details = test_dir.run(&["allocators", backend.name]).ok().stdout;
         let settings = row["settings"].as_array().unwrap();
         assert_eq!(settings.len(), backend.settings().len());
-        for (setting, told) in backend.settings().iter().zip(settings) {
-            assert_eq!((&told["name"], &told["default"]), (&setting.name.into(), &setting.value.as_str().into()));
-            assert!(!told["takes"].as_str().unwrap().is_empty() && !told["help"].as_str().unwrap().is_empty());
+        for (setting, message) in backend.settings().iter().zip(settings) {
+            assert_eq!((&message["name"], &message["default"]), (&setting.name.into(), &setting.value.as_str().into()));
+            assert!(!message["takes"].as_str().unwrap().is_empty() && !message["help"].as_str().unwrap().is_empty());
             assert!(details.contains(setting.name), "{}", setting.name);
         }
     }
@@ -473,8 +489,8 @@ fn a_run_that_fails_gives_its_events_back() {
     // Events that are still held when the record is written: those of the loaders and the streams.
     let held = |arguments: &[&str], code: i32| {
         let test_dir = TestDir::new();
-        let ran = test_dir.iris(&[&["--out", "record", "--alloc", "naive"], arguments].concat());
-        assert_eq!(ran.code, Some(code), "{arguments:?}");
+        let process_output = test_dir.iris(&[&["--out", "record", "--alloc", "naive"], arguments].concat());
+        assert_eq!(process_output.code, Some(code), "{arguments:?}");
         let calls = &read_json(&test_dir.at("record/summary.json"))["driver_calls"];
         let [made, gone] =
             ["event_create", "event_destroy"].map(|call| calls[call]["count"].as_u64().unwrap_or_default());
@@ -499,12 +515,12 @@ fn failures_at_run_time_leave_a_record() {
         (&["--memory-limit", "9K", "--alloc", "stream-ordered", "--check"], "out of memory"),
     ] {
         let test_dir = TestDir::new();
-        let ran = test_dir.iris(&[&["--out", "record", "--json"], arguments].concat());
-        let line = ran.error(1);
+        let process_output = test_dir.iris(&[&["--out", "record", "--json"], arguments].concat());
+        let line = process_output.error(1);
         assert!(line.contains(words), "{line}");
         let json = read_json(&test_dir.at("record/summary.json"));
         assert_eq!(json["status"], "failed");
         assert_eq!(json["error"].as_str(), line.strip_prefix("error: "));
-        assert_eq!(ran.json(), json, "the record is printed all the same");
+        assert_eq!(process_output.json(), json, "the record is printed all the same");
     }
 }

@@ -118,8 +118,8 @@ fn the_real_mnist_has_its_checksums() {
     eprintln!("{} loaded in {:?}", dir.display(), start.elapsed());
     assert_eq!((data.name, data.notice.as_deref()), (DatasetName::Mnist, None));
     assert_eq!((data.train.rows, data.validation.rows, data.features, data.classes), (60_000, 10_000, 784, 10));
-    for (found, standard) in data.files.iter().zip(&sources.files) {
-        assert_eq!(found.sha256, standard.sha256);
+    for (actual, standard) in data.files.iter().zip(&sources.files) {
+        assert_eq!(actual.sha256, standard.sha256);
     }
     assert_eq!(data.checksum, "e9914cff2ade526da2ab1ac60c072f9173cc53e35b9411692de8207cb1b9009d");
     assert_eq!(data.train.labels[..8], [5, 0, 4, 1, 9, 2, 1, 3]);
@@ -295,9 +295,9 @@ fn places_are_reported_without_reading() {
         assert!(empty.to_string().contains("would be downloaded from http://mirror.invalid/"), "{empty}");
     }
     NAMES.iter().for_each(|name| fs::write(dir.path().join(name), "nonsense").unwrap());
-    let found = locate_mnist_with(&request(DatasetName::Auto, Some(dir.path().to_owned())), &sources);
-    assert_eq!(found.complete().unwrap().origin, Origin::DataDir);
-    assert_eq!(found.download, Download::NotWanted);
+    let actual = locate_mnist_with(&request(DatasetName::Auto, Some(dir.path().to_owned())), &sources);
+    assert_eq!(actual.complete().unwrap().origin, Origin::DataDir);
+    assert_eq!(actual.download, Download::NotWanted);
     fs::remove_file(dir.path().join(NAMES[2])).unwrap();
     let partial = locate_mnist_with(&request(DatasetName::Auto, Some(dir.path().to_owned())), &sources);
     assert_eq!(partial.candidate.unwrap().missing, [NAMES[2]]);

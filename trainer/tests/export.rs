@@ -1,6 +1,6 @@
 //! Output of `--export`: the run's own trace, in every format, for every allocator.
 
-use crate::common::{self, Done, arms, digits, iris, train};
+use crate::common::{self, FinishedRun, arms, digits, iris, train};
 use std::collections::BTreeMap;
 use trainer::Settings;
 use vramlab::BlockState;
@@ -8,9 +8,9 @@ use vramlab::backends::stream_ordered;
 use vramlab::histories::formats::{Action, Event, Export, ReadOptions, Summary, read};
 use vramlab::histories::replay::snapshot_settings;
 
-fn history(done: &Done, file: &str) -> (Vec<Event>, Summary) {
+fn history(run: &FinishedRun, file: &str) -> (Vec<Event>, Summary) {
     let mut events = Vec::new();
-    let summary = read(&done.path().join(file), &ReadOptions::default(), &mut |event| {
+    let summary = read(&run.path().join(file), &ReadOptions::default(), &mut |event| {
         events.push(event);
         Ok(())
     })
@@ -29,29 +29,29 @@ fn is_segment(event: &Event) -> bool {
 #[test]
 fn exports_hold_the_run_s_own_history() {
     for (name, settings) in arms(&exporting(&iris())) {
-        let done = train(&settings).finished();
+        let run = train(&settings).finished();
         let names: Vec<&str> = Export::ALL.iter().map(|export| export.file_name()).collect();
-        assert_eq!(done.json()["files"]["exports"], serde_json::json!(names));
-        assert_eq!(done.json()["settings"]["trace"], true);
-        let (trace, _) = history(&done, "trace.jsonl");
-        let (snapshot, summary) = history(&done, "snapshot.pickle");
+        assert_eq!(run.json()["files"]["exports"], serde_json::json!(names));
+        assert_eq!(run.json()["settings"]["trace"], true);
+        let (trace, _) = history(&run, "trace.jsonl");
+        let (snapshot, summary) = history(&run, "snapshot.pickle");
         // Whole microseconds; otherwise what the trace says, with segments between.
         let micros = |event: &Event| Event { time_ns: event.time_ns / 1000 * 1000, ..*event };
         let kept: Vec<Event> = snapshot.iter().filter(|event| !is_segment(event)).copied().collect();
         assert_eq!(kept, trace.iter().map(micros).collect::<Vec<_>>(), "{name}");
-        let (json, also) = history(&done, "snapshot.json");
+        let (json, also) = history(&run, "snapshot.json");
         assert_eq!((&json, &also.segments), (&snapshot, &summary.segments), "{name}");
-        let settings = &done.json()["settings"]["allocator_settings"];
+        let settings = &run.json()["settings"]["allocator_settings"];
         assert_eq!(also.allocator_settings, snapshot_settings(settings), "{name}");
         assert_eq!(also.allocator_settings, summary.allocator_settings, "{name}");
-        let (rmm, _) = history(&done, "rmm.csv");
+        let (rmm, _) = history(&run, "rmm.csv");
         assert_eq!(rmm, kept, "{name}");
-        let (buffers, _) = history(&done, "minimalloc.csv");
+        let (buffers, _) = history(&run, "minimalloc.csv");
         let sizes = |events: &[Event]| {
             events.iter().filter(|event| event.action == Action::Alloc).map(|event| event.bytes).collect::<Vec<_>>()
         };
         assert_eq!(sizes(&buffers), sizes(&trace), "{name}");
-        assert!(done.json()["files"]["driver_calls"] == "driver_calls.jsonl");
+        assert!(run.json()["files"]["driver_calls"] == "driver_calls.jsonl");
     }
 }
 
@@ -92,14 +92,14 @@ fn follow(name: &str, events: &[Event], summary: &Summary) {
 #[test]
 fn segments_come_before_their_blocks_and_go_after_them() {
     for (name, settings) in arms(&exporting(&digits())) {
-        let done = train(&settings).finished();
-        let (events, summary) = history(&done, "snapshot.pickle");
+        let run = train(&settings).finished();
+        let (events, summary) = history(&run, "snapshot.pickle");
         let segments = events.iter().filter(|event| is_segment(event)).count();
         if settings.allocator.backend() == &stream_ordered::BACKEND {
             assert_eq!(segments, 0, "{name}: a pool shows no segments");
             continue;
         }
-        let stats = &done.outcome.summary.allocator_stats;
+        let stats = &run.outcome.summary.allocator_stats;
         let allocated = events.iter().filter(|event| event.action == Action::SegmentAlloc).count();
         assert_eq!(allocated as u64, stats.num_device_alloc, "{name}");
         assert_eq!((segments - allocated) as u64, stats.num_device_free, "{name}");
@@ -109,18 +109,18 @@ fn segments_come_before_their_blocks_and_go_after_them() {
 
 #[test]
 fn a_run_that_runs_out_of_memory_exports_what_led_there() {
-    let done = train(&exporting(&Settings { memory_limit: Some(8 << 10), ..iris() }));
-    assert!(done.outcome.error.is_some());
-    let (events, _) = history(&done, "snapshot.pickle");
+    let run = train(&exporting(&Settings { memory_limit: Some(8 << 10), ..iris() }));
+    assert!(run.outcome.error.is_some());
+    let (events, _) = history(&run, "snapshot.pickle");
     let last = events.iter().rfind(|event| !matches!(event.action, Action::FreeRequested | Action::FreeCompleted));
     assert_eq!(last.unwrap().action, Action::Oom);
-    assert!(std::fs::read_to_string(done.path().join("rmm.csv")).unwrap().contains("allocate failure,(nil),"));
+    assert!(std::fs::read_to_string(run.path().join("rmm.csv")).unwrap().contains("allocate failure,(nil),"));
 }
 
 #[test]
 fn the_timeline_names_kernels_and_adds_up() {
-    let done = train(&exporting(&digits())).finished();
-    let timeline = common::read_json(&done.path().join("perfetto.json"));
+    let run = train(&exporting(&digits())).finished();
+    let timeline = common::read_json(&run.path().join("perfetto.json"));
     let events = timeline["traceEvents"].as_array().unwrap();
     let slices: Vec<_> = events.iter().filter(|event| event["ph"] == "X" && event["cat"] == "host").collect();
     let track = |name: &str| {
@@ -134,7 +134,7 @@ fn the_timeline_names_kernels_and_adds_up() {
         ranges.iter().any(|range| range["name"] == "step 1") && ranges.iter().any(|range| range["name"] == "layer 2")
     );
     let calls: u64 =
-        done.json()["driver_calls"].as_object().unwrap().values().map(|kind| kind["count"].as_u64().unwrap()).sum();
+        run.json()["driver_calls"].as_object().unwrap().values().map(|kind| kind["count"].as_u64().unwrap()).sum();
     assert_eq!(slices.len() as u64, calls, "every call is a slice");
     assert!(slices.iter().all(|slice| slice["name"] != "kernel_launch"), "launches go by their kernels' names");
     // Slices of the one track do not overlap.
@@ -148,7 +148,7 @@ fn the_timeline_names_kernels_and_adds_up() {
         let counters = events.iter().filter(|event| event["ph"] == "C");
         counters.filter_map(|event| event["args"][name].as_u64()).max().unwrap()
     };
-    let stats = &done.outcome.summary.allocator_stats;
+    let stats = &run.outcome.summary.allocator_stats;
     assert_eq!(peak("reserved"), stats.reserved_bytes.all.peak);
     assert_eq!(peak("requested"), stats.requested_bytes.all.peak);
     let blocks: Vec<_> = events.iter().filter(|event| event["cat"] == "block").collect();

@@ -132,11 +132,11 @@ fn differences(setup: &Setup, pick: impl Fn(&mut [Layer]) -> &mut Vec<f64>) -> V
 }
 
 /// Largest error of an element, in norms of the tensor.
-fn worst(found: &[f32], expected: &[f64]) -> f64 {
-    assert_eq!(found.len(), expected.len());
+fn worst(actual: &[f32], expected: &[f64]) -> f64 {
+    assert_eq!(actual.len(), expected.len());
     let norm = expected.iter().map(|value| value * value).sum::<f64>().sqrt();
     assert!(norm > 1e-3, "a gradient that vanishes proves nothing");
-    found.iter().zip(expected).map(|(a, b)| (f64::from(*a) - b).abs()).fold(0.0, f64::max) / norm
+    actual.iter().zip(expected).map(|(a, b)| (f64::from(*a) - b).abs()).fold(0.0, f64::max) / norm
 }
 
 /// Maximum errors: of the loss relative to itself, and of each element of a gradient in norms of its tensor.
@@ -167,9 +167,9 @@ fn check(widths: &[u32], kind: &'static Backend, arithmetic: Arithmetic) {
     let bounds = bounds(arithmetic.dtype);
     let slot = setup.context.allocate::<f32>(1).unwrap();
     let gradients = setup.model.gradients(&setup.context, setup.batch(), LossSlot::at(slot.addr().get())).unwrap();
-    let found = setup.context.read::<f32>(&slot, 1).unwrap()[0];
+    let actual = setup.context.read::<f32>(&slot, 1).unwrap()[0];
     let expected = loss(&layers, &inputs, &setup.labels);
-    assert!((f64::from(found) / expected - 1.0).abs() < bounds.loss, "loss {found} instead of {expected}");
+    assert!((f64::from(actual) / expected - 1.0).abs() < bounds.loss, "loss {actual} instead of {expected}");
 
     assert_eq!(gradients.len(), widths.len() - 1);
     for (number, gradient) in gradients.iter().enumerate() {
@@ -326,9 +326,9 @@ fn check_evaluation(arithmetic: Arithmetic) {
     let (losses, correct) = (setup.context.allocate::<f32>(1).unwrap(), setup.context.allocate::<u32>(1).unwrap());
     setup.model.evaluate(&setup.context, setup.batch(), losses.addr().get(), correct.addr().get()).unwrap();
     let (layers, inputs) = (setup.layers(), setup.inputs());
-    let found = f64::from(setup.context.read::<f32>(&losses, 1).unwrap()[0]);
+    let actual = f64::from(setup.context.read::<f32>(&losses, 1).unwrap()[0]);
     let bound = bounds(arithmetic.dtype).loss;
-    assert!((found / loss(&layers, &inputs, &setup.labels) - 1.0).abs() < bound, "{arithmetic:?}");
+    assert!((actual / loss(&layers, &inputs, &setup.labels) - 1.0).abs() < bound, "{arithmetic:?}");
     let right = |(row, label): &(&[f64], &u32)| {
         let (logits, _) = logits(&layers, row);
         let best = (0..logits.len()).max_by(|a, b| logits[*a].total_cmp(&logits[*b])).unwrap();

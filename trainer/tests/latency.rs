@@ -1,6 +1,6 @@
 //! Latency histograms by part of the run: together they are the run's, and the first holds the cold start.
 
-use crate::common::{Done, digits, train};
+use crate::common::{FinishedRun, digits, train};
 use base64::Engine;
 use hdrhistogram::Histogram;
 use hdrhistogram::serialization::Deserializer;
@@ -11,8 +11,8 @@ use trainer::Settings;
 use vramlab::backends::{self, caching};
 
 /// Start, length, tag and histogram of each line of the log.
-fn log(done: &Done) -> Vec<(Duration, Duration, String, Histogram<u64>)> {
-    let bytes = std::fs::read(done.path().join("latency.hlog")).unwrap();
+fn log(run: &FinishedRun) -> Vec<(Duration, Duration, String, Histogram<u64>)> {
+    let bytes = std::fs::read(run.path().join("latency.hlog")).unwrap();
     let mut out = Vec::new();
     for entry in IntervalLogIterator::new(&bytes) {
         let LogEntry::Interval(interval) = entry.unwrap() else { continue };
@@ -28,25 +28,25 @@ fn log(done: &Done) -> Vec<(Duration, Duration, String, Histogram<u64>)> {
 fn intervals_together_are_the_whole_run() {
     for allocator in backends::all() {
         let settings = Settings { allocator: allocator.into(), epochs: 2, steps: Some(130), ..digits() };
-        let done = train(&settings).finished();
+        let run = train(&settings).finished();
         let mut together = BTreeMap::new();
-        for (_, _, tag, histogram) in log(&done) {
+        for (_, _, tag, histogram) in log(&run) {
             *together.entry(tag).or_insert(0) += histogram.len();
         }
-        let told = done.json()["latency"].as_array().unwrap().clone();
-        let told = told.iter().map(|row| {
+        let message = run.json()["latency"].as_array().unwrap().clone();
+        let message = message.iter().map(|row| {
             let word = |key: &str| row[key].as_str().unwrap().to_owned();
             (format!("{}.{}", word("operation"), word("path")), row["count"].as_u64().unwrap())
         });
-        assert_eq!(together, told.collect(), "{}", allocator);
+        assert_eq!(together, message.collect(), "{}", allocator);
     }
 }
 
 #[test]
 fn the_first_interval_is_the_cold_start() {
     let settings = Settings { allocator: (&caching::BACKEND).into(), epochs: 2, steps: Some(130), ..digits() };
-    let done = train(&settings).finished();
-    let log = log(&done);
+    let run = train(&settings).finished();
+    let log = log(&run);
     let mut starts: Vec<Duration> = log.iter().map(|line| line.0).collect();
     starts.dedup();
     assert_eq!(starts[0], Duration::ZERO);

@@ -1,6 +1,6 @@
 //! Ways to launch a step, and streams: they change when work is done, and never what comes out.
 
-use crate::common::{self, Done, StopAt, arms, attempt, digits, iris, train, train_with};
+use crate::common::{self, FinishedRun, StopAt, arms, attempt, digits, iris, train, train_with};
 use std::collections::BTreeMap;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
@@ -51,12 +51,12 @@ fn a_graph_gives_the_losses_of_single_launches() {
         assert!(expected.windows(2).all(|pair| pair[0] != pair[1]), "{name}: the loss should move: {expected:?}");
         for (arm, settings) in arms(&graph(&settings)) {
             for sync in [SyncMode::Never, SyncMode::Step] {
-                let done = train(&Settings { sync, ..settings.clone() }).finished();
-                assert_eq!(done.column("loss"), expected, "{name}, {arm}, {sync:?}");
-                let validation = |done: &common::Done| {
-                    done.outcome.summary.epochs.iter().map(|epoch| epoch.val_loss.to_bits()).collect::<Vec<_>>()
+                let run = train(&Settings { sync, ..settings.clone() }).finished();
+                assert_eq!(run.column("loss"), expected, "{name}, {arm}, {sync:?}");
+                let validation = |run: &common::FinishedRun| {
+                    run.outcome.summary.epochs.iter().map(|epoch| epoch.val_loss.to_bits()).collect::<Vec<_>>()
                 };
-                assert_eq!(validation(&done), validation(&eager), "{name}, {arm}, {sync:?}");
+                assert_eq!(validation(&run), validation(&eager), "{name}, {arm}, {sync:?}");
             }
         }
     }
@@ -89,10 +89,10 @@ fn the_checker_finds_nothing_and_changes_nothing() {
         let expected = train(&settings).finished().column("loss");
         let eager = Settings { streams: 4, loader: LoaderMode::Pinned, ..settings.clone() };
         for settings in [eager, graph(&settings), Settings { streams: 4, ..graph(&settings) }] {
-            let done = train(&Settings { check: true, ..settings.clone() }).finished();
-            let report = done.outcome.summary.check.as_ref().unwrap();
+            let run = train(&Settings { check: true, ..settings.clone() }).finished();
+            let report = run.outcome.summary.check.as_ref().unwrap();
             assert!(report.is_clean(), "{name}, {settings:?}: {report:?}");
-            assert_eq!(done.column("loss"), expected, "{name}, {settings:?}");
+            assert_eq!(run.column("loss"), expected, "{name}, {settings:?}");
         }
     }
 }
@@ -103,8 +103,8 @@ fn the_checker_finds_nothing_and_changes_nothing() {
 fn a_step_of_a_graph_is_one_call() {
     for allocator in capturing() {
         let settings = Settings { allocator: allocator.into(), epochs: 3, fuse: FuseMode::Update, batch: 32, ..iris() };
-        let done = train(&graph(&settings)).finished();
-        let epochs = &done.outcome.summary.epochs;
+        let run = train(&graph(&settings)).finished();
+        let epochs = &run.outcome.summary.epochs;
         let calls = |epoch: usize, call: &str| {
             let calls = serde_json::to_value(epochs[epoch].driver_calls).unwrap();
             calls.get(call).map_or(0, |totals| totals["count"].as_u64().unwrap())
@@ -118,19 +118,19 @@ fn a_step_of_a_graph_is_one_call() {
         let all = launches["kernel_launch"]["count"].as_u64().unwrap();
         let validation = calls(1, "kernel_launch");
         assert!(validation > 0 && validation + 5 * steps < all, "{allocator}: {validation} of {all}");
-        assert_eq!(done.json()["settings"]["launch"], "graph");
+        assert_eq!(run.json()["settings"]["launch"], "graph");
     }
 }
 
 #[test]
 fn streams_of_their_own_are_waited_for() {
     let settings = Settings { streams: 4, loader: LoaderMode::Pinned, fuse: FuseMode::Update, ..digits() };
-    let done = train(&settings).finished();
-    let calls = serde_json::to_value(done.outcome.summary.driver_calls).unwrap();
-    let steps = done.outcome.summary.epochs[0].steps;
+    let run = train(&settings).finished();
+    let calls = serde_json::to_value(run.outcome.summary.driver_calls).unwrap();
+    let steps = run.outcome.summary.epochs[0].steps;
     // The loader's, one for each layer's update, and the end of the updates.
     assert!(calls["stream_wait_event"]["count"].as_u64().unwrap() >= steps * (1 + 3 + 1));
-    assert_eq!(done.json()["settings"]["streams"], 4);
+    assert_eq!(run.json()["settings"]["streams"], 4);
     let alone = train(&Settings { streams: 1, ..settings }).finished();
     let calls = serde_json::to_value(alone.outcome.summary.driver_calls).unwrap();
     assert!(calls.get("stream_wait_event").is_none_or(|totals| totals["count"] == 0));
@@ -154,8 +154,8 @@ fn several(settings: &Settings, steps: u32) -> Settings {
     Settings { graph_steps: Some(steps), ..graph(settings) }
 }
 
-fn count(done: &Done, kind: CallKind) -> u64 {
-    done.outcome.summary.driver_calls.get(kind).count
+fn count(run: &FinishedRun, kind: CallKind) -> u64 {
+    run.outcome.summary.driver_calls.get(kind).count
 }
 
 #[test]
@@ -170,9 +170,9 @@ fn steps_in_one_graph_change_no_loss_under_any_allocator() {
             for (steps, streams) in [(1, 1), (3, 2), (8, 1), (8, 2), (17, 4), (64, 2)] {
                 // This arm waits for each step.
                 let steps = if settings.sync == SyncMode::Step { 1 } else { steps };
-                let done = train(&Settings { streams, check: true, ..several(&settings, steps) }).finished();
-                assert_eq!(done.column("loss"), expected, "{name}, {arm}, {steps} steps, {streams} streams");
-                let report = done.outcome.summary.check.as_ref().unwrap();
+                let run = train(&Settings { streams, check: true, ..several(&settings, steps) }).finished();
+                assert_eq!(run.column("loss"), expected, "{name}, {arm}, {steps} steps, {streams} streams");
+                let report = run.outcome.summary.check.as_ref().unwrap();
                 assert!(report.is_clean(), "{name}, {arm}, {steps} steps, {streams} streams: {report:?}");
             }
         }
@@ -223,15 +223,15 @@ fn a_graph_is_launched_once_for_its_steps() {
             (18, 2 * (17 + 1), 2),
         ] {
             let heard = Arc::new(Heard::default());
-            let done = train_with(&several(&base, steps), &AtomicBool::new(false), Arc::clone(&heard) as _).finished();
-            assert_eq!(count(&done, CallKind::GraphLaunch), launches, "{allocator}, {steps}");
-            assert_eq!(count(&done, CallKind::CaptureEnd), captures, "{allocator}, {steps}");
-            assert_eq!(done.json()["settings"]["graph_steps"], steps);
+            let run = train_with(&several(&base, steps), &AtomicBool::new(false), Arc::clone(&heard) as _).finished();
+            assert_eq!(count(&run, CallKind::GraphLaunch), launches, "{allocator}, {steps}");
+            assert_eq!(count(&run, CallKind::CaptureEnd), captures, "{allocator}, {steps}");
+            assert_eq!(run.json()["settings"]["graph_steps"], steps);
             let expected = (1..=2).flat_map(|epoch| (1..=18).map(move |step| (epoch, step)));
             assert_eq!(*heard.0.lock().unwrap(), expected.collect::<Vec<_>>(), "every step is heard of, in order");
-            assert_eq!(done.column("step").len(), 36);
-            assert_eq!(done.column("rows")[17], "1");
-            let summary = &done.outcome.summary;
+            assert_eq!(run.column("step").len(), 36);
+            assert_eq!(run.column("rows")[17], "1");
+            let summary = &run.outcome.summary;
             let launched = summary.driver_calls.get(CallKind::GraphLaunch);
             assert_eq!(launched.total_ns, launches * Profile::h200().graphs.launch_ns, "a launch costs what it does");
         }
@@ -240,15 +240,15 @@ fn a_graph_is_launched_once_for_its_steps() {
 
 #[test]
 fn steps_of_one_graph_were_queued_at_one_time() {
-    let done = train(&several(&many(), 8)).finished();
+    let run = train(&several(&many(), 8)).finished();
     let mut steps: BTreeMap<u64, Vec<usize>> = BTreeMap::new();
-    for (step, time) in done.column("host_ns").iter().enumerate() {
+    for (step, time) in run.column("host_ns").iter().enumerate() {
         steps.entry(time.parse().unwrap()).or_default().push(step);
     }
     let together: Vec<usize> = steps.values().map(Vec::len).collect();
     assert_eq!(together, [8, 8, 1, 1, 8, 8, 1, 1]);
     // Captured memory is allocated once, before the first launch.
-    let reserved = done.column("reserved_bytes");
+    let reserved = run.column("reserved_bytes");
     assert!(reserved.windows(2).all(|pair| pair[0] == pair[1]), "{reserved:?}");
 }
 
@@ -288,10 +288,10 @@ fn a_profiled_range_is_crossed_by_no_graph() {
     let base = Settings { batch: 1, learning_rate: 0.02, steps: Some(120), ..iris() };
     let expected = train(&base).finished().column("loss");
     let profile_steps = Some(ProfileSteps { first: 10, last: 59 });
-    let done = train(&Settings { profile_steps, ..several(&base, 8) }).finished();
-    assert_eq!(done.column("loss"), expected);
+    let run = train(&Settings { profile_steps, ..several(&base, 8) }).finished();
+    assert_eq!(run.column("loss"), expected);
     // Steps 1 to 9, 10 to 59, 60 to 120: full graphs and single steps.
-    assert_eq!(count(&done, CallKind::GraphLaunch), (1 + 1) + (6 + 2) + (7 + 5));
+    assert_eq!(count(&run, CallKind::GraphLaunch), (1 + 1) + (6 + 2) + (7 + 5));
 }
 
 #[test]
@@ -300,11 +300,11 @@ fn an_interrupted_run_keeps_the_steps_of_its_last_graph() {
     let whole = train(&base).finished().column("loss");
     for (arm, settings) in arms(&Settings { check: true, ..graph(&base) }) {
         let stop = Arc::new(AtomicBool::new(false));
-        let done = train_with(&settings, &stop, Arc::new(StopAt(30, Arc::clone(&stop))));
-        assert!(matches!(done.outcome.error, Some(TrainError::Interrupted)), "{arm}");
+        let run = train_with(&settings, &stop, Arc::new(StopAt(30, Arc::clone(&stop))));
+        assert!(matches!(run.outcome.error, Some(TrainError::Interrupted)), "{arm}");
         let steps = if settings.sync == SyncMode::Step { 30 } else { 32 };
-        assert_eq!(done.column("loss"), whole[..steps], "{arm}");
-        assert_eq!(done.json()["check"]["live"], serde_json::json!([]), "{arm}: everything is freed");
+        assert_eq!(run.column("loss"), whole[..steps], "{arm}");
+        assert_eq!(run.json()["check"]["live"], serde_json::json!([]), "{arm}: everything is freed");
     }
 }
 

@@ -8,11 +8,11 @@ fn the_readme_shows_what_the_program_prints() {
     let readme = Path::new(env!("CARGO_MANIFEST_DIR")).join("../README.md");
     let readme = std::fs::read_to_string(readme).unwrap();
     let shown = readme.split("```text\n").nth(1).and_then(|rest| rest.split("```").next()).unwrap();
-    let folder = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
     let output = Command::cargo_bin("trainer")
         .unwrap()
         .args(["--alloc", "caching", "--device", "sim", "--dataset", "digits", "--out"])
-        .arg(folder.path().join("run"))
+        .arg(directory.path().join("run"))
         .env("NO_COLOR", "1")
         .output()
         .unwrap();

@@ -1,6 +1,6 @@
 //! The allocator decides where tensors lie and when the host waits, never what is computed; and the record says so.
 
-use crate::common::{Done, arms, attempt, digits, iris, train, train_with};
+use crate::common::{FinishedRun, arms, attempt, digits, iris, train, train_with};
 use serde_json::Value;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
@@ -21,8 +21,8 @@ use vramlab::{CallKind, Memory, Selection};
 
 /// The losses of a run as text. The shortest text that reads back as the same f32 stands for its bits.
 fn losses(settings: &Settings) -> Vec<String> {
-    let done = train(settings).finished();
-    let losses = done.column("loss");
+    let run = train(settings).finished();
+    let losses = run.column("loss");
     assert!(losses.iter().all(|loss| loss.parse::<f32>().unwrap().is_finite()), "{losses:?}");
     losses
 }
@@ -142,8 +142,8 @@ fn another_seed_gives_other_losses() {
 }
 
 /// A summary without what real clocks and the place of the run put into it.
-fn comparable(done: &Done) -> Value {
-    let mut json = done.json();
+fn comparable(run: &FinishedRun) -> Value {
+    let mut json = run.json();
     let object = json.as_object_mut().unwrap();
     for volatile in ["started_at", "process_s", "first_step_s", "command"] {
         assert!(object.remove(volatile).is_some(), "{volatile}");
@@ -161,7 +161,7 @@ fn runs_of_the_same_settings_leave_the_same_record() {
             let runs = [train(&settings).finished(), train(&settings).finished()];
             assert_eq!(comparable(&runs[0]), comparable(&runs[1]), "{name}");
             for file in ["steps.csv", "trace.jsonl"] {
-                let [first, second] = runs.each_ref().map(|done| std::fs::read(done.path().join(file)).unwrap());
+                let [first, second] = runs.each_ref().map(|run| std::fs::read(run.path().join(file)).unwrap());
                 assert_eq!(first, second, "{name}: {file}");
             }
         }
@@ -170,17 +170,17 @@ fn runs_of_the_same_settings_leave_the_same_record() {
 
 #[test]
 fn the_record_on_disk_is_the_outcome() {
-    let done = train(&iris()).finished();
-    let text = serde_json::to_string_pretty(&done.outcome.summary).unwrap();
-    assert_eq!(serde_json::from_str::<Value>(&text).unwrap(), done.json());
-    assert_eq!(done.outcome.directory, done.path());
+    let run = train(&iris()).finished();
+    let text = serde_json::to_string_pretty(&run.outcome.summary).unwrap();
+    assert_eq!(serde_json::from_str::<Value>(&text).unwrap(), run.json());
+    assert_eq!(run.outcome.directory, run.path());
 }
 
 #[test]
 fn caching_asks_the_driver_in_the_first_epoch_only() {
     for loader in [LoaderMode::Copy, LoaderMode::Pinned, LoaderMode::Resident] {
-        let done = train(&Settings { loader, epochs: 4, ..iris() }).finished();
-        let summary = &done.outcome.summary;
+        let run = train(&Settings { loader, epochs: 4, ..iris() }).finished();
+        let summary = &run.outcome.summary;
         assert!(summary.driver_calls.get(CallKind::MemAlloc).count > 0);
         for epoch in &summary.epochs[1..] {
             assert_eq!(epoch.driver_calls.driver_allocations(), 0, "{loader:?}, epoch {}", epoch.epoch);
@@ -235,10 +235,10 @@ fn naive_allocates_what_a_step_needs() {
 #[test]
 fn epochs_add_up() {
     for (name, settings) in arms(&Settings { epochs: 3, ..iris() }) {
-        let done = train(&settings).finished();
-        let summary = &done.outcome.summary;
+        let run = train(&settings).finished();
+        let summary = &run.outcome.summary;
         assert_eq!(summary.epochs.iter().map(|epoch| epoch.epoch).collect::<Vec<_>>(), [1, 2, 3], "{name}");
-        for (epoch, losses) in summary.epochs.iter().zip(done.column("loss").chunks(5)) {
+        for (epoch, losses) in summary.epochs.iter().zip(run.column("loss").chunks(5)) {
             let rows = [25.0, 25.0, 25.0, 25.0, 20.0];
             let mean = losses.iter().zip(rows).map(|(loss, rows)| f64::from(loss.parse::<f32>().unwrap()) * rows);
             assert_eq!(epoch.train_loss, mean.sum::<f64>() / 120.0, "{name}");
@@ -258,7 +258,7 @@ fn epochs_add_up() {
         for (gauge, what) in [(&stats.allocated_bytes, "allocated"), (&stats.active_bytes, "active")] {
             assert_eq!(gauge.all.current, 0, "{name}: {what} bytes are left at the end");
         }
-        let host: Vec<u64> = done.column("host_ns").iter().map(|ns| ns.parse().unwrap()).collect();
+        let host: Vec<u64> = run.column("host_ns").iter().map(|ns| ns.parse().unwrap()).collect();
         assert!(host.windows(2).all(|pair| pair[0] < pair[1]), "{name}: {host:?}");
     }
 }
@@ -267,8 +267,8 @@ fn epochs_add_up() {
 fn the_checker_finds_nothing() {
     for loader in [LoaderMode::Copy, LoaderMode::Pinned, LoaderMode::Resident] {
         for (name, settings) in arms(&Settings { check: true, loader, ..iris() }) {
-            let done = train(&settings).finished();
-            let report = done.outcome.summary.check.unwrap();
+            let run = train(&settings).finished();
+            let report = run.outcome.summary.check.unwrap();
             assert!(report.is_clean(), "{name}, {loader:?}: {report:?}");
             assert!(report.operations > 100, "{name}: {report:?}");
             assert_eq!(report.verified_bytes > 0, name.starts_with("caching"), "{name}: {report:?}");
@@ -300,13 +300,13 @@ fn a_limit_below_the_weights_is_bad_input() {
 fn a_limit_between_weights_and_need_is_out_of_memory() {
     for (name, settings) in arms(&Settings { trace: true, ..iris() }) {
         let weights = train(&iris()).outcome.summary.parameter_bytes;
-        let done = train(&Settings { memory_limit: Some(weights + 8192), ..settings });
-        let error = done.outcome.error.as_ref().unwrap();
+        let run = train(&Settings { memory_limit: Some(weights + 8192), ..settings });
+        let error = run.outcome.error.as_ref().unwrap();
         assert!(matches!(error, TrainError::Alloc(error) if error.is_out_of_memory()), "{name}: {error:?}");
         assert_eq!(error.exit_code(), exit::FAILED);
         let text = error.to_string();
         assert!(text.contains("out of memory") && text.contains("limit") && !text.contains('\n'), "{name}: {text}");
-        let json = done.json();
+        let json = run.json();
         assert_eq!((&json["status"], &json["error"]), (&"failed".into(), &text.as_str().into()), "{name}");
         assert_eq!(json["settings"]["memory_limit"], weights + 8192);
         assert_eq!(json["epochs"], serde_json::json!([]));
@@ -317,20 +317,20 @@ fn a_limit_between_weights_and_need_is_out_of_memory() {
 #[test]
 fn a_loss_that_is_no_number_ends_the_run() {
     let base = Settings { learning_rate: 1e30, ..iris() };
-    let done = train(&base);
-    let error = done.outcome.error.as_ref().unwrap();
+    let run = train(&base);
+    let error = run.outcome.error.as_ref().unwrap();
     assert!(matches!(error, TrainError::Diverged { epoch: 1, step: 2, .. }), "{error:?}");
     assert_eq!(error.exit_code(), exit::FAILED);
-    assert_eq!(done.json()["status"], "failed");
-    let losses: Vec<f32> = done.column("loss").iter().map(|loss| loss.parse().unwrap()).collect();
+    assert_eq!(run.json()["status"], "failed");
+    let losses: Vec<f32> = run.column("loss").iter().map(|loss| loss.parse().unwrap()).collect();
     assert!(losses[0].is_finite() && !losses[1].is_finite(), "{losses:?}");
 
     // The last update of the last epoch shows in the validation only.
-    let done = train(&Settings { steps: Some(1), ..base });
-    let error = done.outcome.error.as_ref().unwrap();
+    let run = train(&Settings { steps: Some(1), ..base });
+    let error = run.outcome.error.as_ref().unwrap();
     assert!(matches!(error, TrainError::DivergedInValidation { epoch: 1, .. }), "{error:?}");
     assert_eq!(error.exit_code(), exit::FAILED);
-    assert_eq!(done.json()["status"], "failed");
+    assert_eq!(run.json()["status"], "failed");
 }
 
 #[derive(Debug)]
@@ -359,19 +359,19 @@ fn an_interrupted_run_keeps_what_was_done() {
             for (epoch, step, steps) in [(2, 3, 8), (1, 5, 5)] {
                 let stop = Arc::new(AtomicBool::new(false));
                 let observer = StopAt { epoch, step, stop: Arc::clone(&stop) };
-                let done = train_with(&settings, &stop, Arc::new(observer));
-                let error = done.outcome.error.as_ref().unwrap();
+                let run = train_with(&settings, &stop, Arc::new(observer));
+                let error = run.outcome.error.as_ref().unwrap();
                 assert!(matches!(error, TrainError::Interrupted), "{name}: {error:?}");
                 assert_eq!(error.exit_code(), 130);
-                assert_eq!(done.outcome.summary.status, Status::Interrupted);
-                let json = done.json();
+                assert_eq!(run.outcome.summary.status, Status::Interrupted);
+                let json = run.json();
                 assert_eq!(json["status"], "interrupted", "{name}");
                 assert_eq!(json["epochs"].as_array().unwrap().len(), 1, "{name}");
                 assert_eq!(json["check"]["violations"], serde_json::json!([]), "{name}");
                 assert_eq!(json["check"]["live"], serde_json::json!([]), "{name}: everything is freed");
-                assert_eq!(done.column("loss"), whole.column("loss")[..steps], "{name}");
+                assert_eq!(run.column("loss"), whole.column("loss")[..steps], "{name}");
                 for file in ["latency.hlog", "trace.jsonl"] {
-                    assert!(std::fs::metadata(done.path().join(file)).unwrap().len() > 0, "{name}: {file}");
+                    assert!(std::fs::metadata(run.path().join(file)).unwrap().len() > 0, "{name}: {file}");
                 }
             }
         }
@@ -380,8 +380,8 @@ fn an_interrupted_run_keeps_what_was_done() {
 
 #[test]
 fn a_flag_set_before_the_start_stops_the_first_step() {
-    let done = train_with(&iris(), &AtomicBool::new(true), Arc::new(Silent));
-    assert!(matches!(done.outcome.error, Some(TrainError::Interrupted)));
-    assert_eq!(done.json()["epochs"], serde_json::json!([]));
-    assert!(done.column("loss").is_empty());
+    let run = train_with(&iris(), &AtomicBool::new(true), Arc::new(Silent));
+    assert!(matches!(run.outcome.error, Some(TrainError::Interrupted)));
+    assert_eq!(run.json()["epochs"], serde_json::json!([]));
+    assert!(run.column("loss").is_empty());
 }

@@ -1,6 +1,6 @@
 //! The files of runs match `analysis/schema.md`: every key, its type, whether it is always present, and no other keys.
 
-use crate::common::{Done, arms, digits, iris, read_json, train};
+use crate::common::{FinishedRun, arms, digits, iris, read_json, train};
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use trainer::Settings;
@@ -51,20 +51,20 @@ const ELSEWHERE: [&str; 25] = [
 /// The cells of the rows of all tables whose first header cell is `first`, below `heading`.
 fn rows(heading: &str, first: &str) -> Vec<Vec<String>> {
     let text = std::fs::read_to_string(DOCUMENT).unwrap();
-    let (mut inside, mut wanted, mut out) = (false, false, Vec::new());
+    let (mut inside, mut expected, mut out) = (false, false, Vec::new());
     for line in text.lines() {
         if line.starts_with('#') {
             inside = line.trim_start_matches('#').trim() == heading;
         }
         if !inside || !line.contains(" | ") {
-            wanted = false;
+            expected = false;
             continue;
         }
         let cells: Vec<String> = line.split(" |").map(|cell| cell.trim().to_owned()).collect();
-        if wanted {
+        if expected {
             out.push(cells);
         } else {
-            wanted = cells[0] == first;
+            expected = cells[0] == first;
         }
     }
     assert!(!out.is_empty(), "no table of '{first}' under '{heading}'");
@@ -83,8 +83,8 @@ fn anchor(heading: &str) -> String {
 /// The heading to which a link inside the document leads.
 fn heading(target: &str) -> String {
     let text = std::fs::read_to_string(DOCUMENT).unwrap();
-    let found = text.lines().filter(|line| line.starts_with('#')).find(|line| anchor(line) == target);
-    found.unwrap_or_else(|| panic!("#{target}")).trim_start_matches('#').trim().to_owned()
+    let actual = text.lines().filter(|line| line.starts_with('#')).find(|line| anchor(line) == target);
+    actual.unwrap_or_else(|| panic!("#{target}")).trim_start_matches('#').trim().to_owned()
 }
 
 /// The keys of a table; those of objects with tables of their own stand below them.
@@ -130,7 +130,7 @@ struct Found {
 
 #[derive(Default)]
 struct Walk {
-    found: BTreeMap<String, Found>,
+    actual: BTreeMap<String, Found>,
     /// Objects seen at each path; the root is the empty path.
     objects: BTreeMap<String, usize>,
 }
@@ -147,9 +147,9 @@ impl Walk {
                 Value::Array(_) => "array",
                 Value::Object(_) => "object",
             };
-            let found = self.found.entry(path.to_owned()).or_default();
-            found.types.insert(kind);
-            found.times += 1;
+            let actual = self.actual.entry(path.to_owned()).or_default();
+            actual.types.insert(kind);
+            actual.times += 1;
         }
         match value {
             Value::Array(items) => items.iter().for_each(|item| self.visit(&format!("{path}[]"), item)),
@@ -178,7 +178,7 @@ fn parent(path: &str) -> &str {
 fn compare(section: &str, walk: &Walk) {
     let described = described(section);
     let mut problems = Vec::new();
-    for (path, found) in &walk.found {
+    for (path, actual) in &walk.actual {
         // The settings and statistics of an allocator are its own.
         if path.starts_with("allocator_stats.") || path.starts_with("settings.allocator_settings.") {
             continue;
@@ -187,7 +187,7 @@ fn compare(section: &str, walk: &Walk) {
             problems.push(format!("{path} is written and not described"));
             continue;
         };
-        for kind in &found.types {
+        for kind in &actual.types {
             // A number may happen to have no fraction, an integer never has one.
             let fits =
                 row.types.iter().any(|name| name == kind || name == "any" || (name == "number" && *kind == "integer"));
@@ -197,7 +197,7 @@ fn compare(section: &str, walk: &Walk) {
         }
     }
     for (path, row) in &described {
-        let times = walk.found.get(path).map_or(0, |found| found.times);
+        let times = walk.actual.get(path).map_or(0, |actual| actual.times);
         let elsewhere = ELSEWHERE.iter().any(|key| key == path || key.trim_end_matches("[]") == path);
         if times == 0 && !elsewhere && !path.ends_with("[][]") {
             problems.push(format!("{path} is described and written by no run"));
@@ -215,9 +215,9 @@ fn compare(section: &str, walk: &Walk) {
 }
 
 /// Runs that together write everything a simulated device can make them write.
-fn runs() -> Vec<Done> {
+fn runs() -> Vec<FinishedRun> {
     let full = Settings { trace: true, check: true, exports: Export::ALL.to_vec(), ..iris() };
-    let mut runs: Vec<Done> = arms(&full).into_iter().map(|(_, settings)| train(&settings).finished()).collect();
+    let mut runs: Vec<FinishedRun> = arms(&full).into_iter().map(|(_, settings)| train(&settings).finished()).collect();
     runs.push(
         train(&Settings {
             steps: Some(3),
@@ -268,19 +268,19 @@ fn lists_every_setting(summary: &Value) {
 fn record_keys_and_their_descriptions_match() {
     let (mut summaries, mut traces, mut calls) = (Walk::default(), Walk::default(), Walk::default());
     let mut statistics = BTreeSet::new();
-    for done in runs() {
-        let json = done.json();
+    for run in runs() {
+        let json = run.json();
         lists_every_setting(&json);
         let keys = json["allocator_stats"].as_object().unwrap().keys();
         statistics.extend(keys.map(|key| key.split('.').next().unwrap().to_owned()));
         summaries.visit("", &json);
-        if let Ok(text) = std::fs::read_to_string(done.path().join("trace.jsonl")) {
+        if let Ok(text) = std::fs::read_to_string(run.path().join("trace.jsonl")) {
             text.lines().for_each(|line| traces.visit("", &serde_json::from_str(line).unwrap()));
         }
-        if let Ok(text) = std::fs::read_to_string(done.path().join("driver_calls.jsonl")) {
+        if let Ok(text) = std::fs::read_to_string(run.path().join("driver_calls.jsonl")) {
             text.lines().for_each(|line| calls.visit("", &serde_json::from_str(line).unwrap()));
         }
-        let header = std::fs::read_to_string(done.path().join("steps.csv")).unwrap();
+        let header = std::fs::read_to_string(run.path().join("steps.csv")).unwrap();
         let columns: Vec<&str> = header.lines().next().unwrap().split(',').collect();
         let listed = rows("steps.csv", "key");
         let listed: Vec<&str> = listed.iter().flat_map(|row| row[0].split(", ")).map(unquoted).collect();

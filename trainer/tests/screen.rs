@@ -53,7 +53,7 @@ fn doctor_at_80_columns_and_others() {
     if shown.screen.contains("libcuda was not found") {
         insta::with_settings!({ filters => CHANGES }, {
             insta::assert_snapshot!(shown.screen, @r"
-                --  CUDA driver            no NVIDIA driver: libcuda was not found; install one
+                --  CUDA driver            no NVIDIA driver: libcuda was not actual; install one
                                            or use --device sim
                                            -> training uses the simulated GPU; for a real one
                                            install NVIDIA's driver 550 or newer (no CUDA toolkit
@@ -101,15 +101,15 @@ fn the_last_lines_are_what_was_found_and_the_next_command() {
         let calls = |name: &str| record["driver_calls"][name]["count"].as_u64().unwrap_or(0);
         let count = calls("mem_alloc") + calls("mem_alloc_async");
         let times = if count == 1 { "once".to_owned() } else { format!("{count} times") };
-        let (found, next) = end(&text);
-        assert!(found.starts_with(&format!("{allocator} asked the driver for memory {times}, ")), "{found}");
-        assert!(found.ends_with('.'), "{found}");
+        let (actual, next) = end(&text);
+        assert!(actual.starts_with(&format!("{allocator} asked the driver for memory {times}, ")), "{actual}");
+        assert!(actual.ends_with('.'), "{actual}");
         assert!(next.contains("experiments") && next.contains(" compare --device sim --dataset iris"), "{next}");
     }
     let output = trainer(&test_dir, &["doctor"]).env_remove("CARGO").env("COLUMNS", "1000").output().unwrap();
     let text = String::from_utf8(output.stdout).unwrap();
-    let (found, next) = end(&text);
-    assert!(found.ends_with('.') && found.contains("GPU") && next.contains("trainer --alloc caching"), "{text}");
+    let (actual, next) = end(&text);
+    assert!(actual.ends_with('.') && actual.contains("GPU") && next.contains("trainer --alloc caching"), "{text}");
 }
 
 #[test]

@@ -84,11 +84,11 @@ fn the_first_loss_follows_from_the_file() {
     let test_dir = TempDir::new().unwrap();
     for base in [iris(), digits()] {
         let path = test_dir.path().join(format!("{}.safetensors", base.dataset));
-        let done = train(&Settings { save_start: Some(path.clone()), layers: 2, ..base }).finished();
+        let finished_run = train(&Settings { save_start: Some(path.clone()), layers: 2, ..base }).finished();
         let bytes = std::fs::read(&path).unwrap();
         let (file, said) = (SafeTensors::deserialize(&bytes).unwrap(), metadata(&bytes));
-        assert_eq!(done.json()["start"]["path"], path.to_str().unwrap());
-        assert_eq!(done.json()["dataset"]["checksum"], said["checksum"].as_str());
+        assert_eq!(finished_run.json()["start"]["path"], path.to_str().unwrap());
+        assert_eq!(finished_run.json()["dataset"]["checksum"], said["checksum"].as_str());
 
         let number = |key: &str| said[key].parse::<usize>().unwrap();
         let features = number("features");
@@ -111,8 +111,8 @@ fn the_first_loss_follows_from_the_file() {
                 sum.ln() - logits[usize::from(labels[row])]
             })
             .sum();
-        let (expected, found) = (total / batch.len() as f64, done.column("loss")[0].parse::<f64>().unwrap());
-        assert!((found / expected - 1.0).abs() < 1e-6, "{}: {found} instead of {expected}", said["dataset"]);
+        let (expected, actual) = (total / batch.len() as f64, finished_run.column("loss")[0].parse::<f64>().unwrap());
+        assert!((actual / expected - 1.0).abs() < 1e-6, "{}: {actual} instead of {expected}", said["dataset"]);
     }
 }
 

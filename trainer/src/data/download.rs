@@ -299,9 +299,10 @@ fn unavailable(file: &StandardFile, problems: &[(String, String)]) -> DataError 
         let none = "MNIST_MIRROR names no mirror".to_owned();
         return DataError::Download { file: file.name, problems: none.clone(), brief: none };
     }
-    let told: Vec<String> = alike.iter().map(|(hosts, problem)| format!("{}: {problem}", hosts.join(", "))).collect();
+    let failures: Vec<String> =
+        alike.iter().map(|(hosts, problem)| format!("{}: {problem}", hosts.join(", "))).collect();
     let brief: Vec<&str> = alike.iter().map(|(_, problem)| *problem).collect();
-    DataError::Download { file: file.name, problems: told.join("; "), brief: brief.join("; ") }
+    DataError::Download { file: file.name, problems: failures.join("; "), brief: brief.join("; ") }
 }
 
 /// The part of `url` that says who it was: enough for a message, which names the file itself.
@@ -318,20 +319,20 @@ fn verify(target: &mut File, file: &StandardFile) -> Result<bool, Failure> {
     let compressed = target.read_exact(&mut start).is_ok() && start == [0x1f, 0x8b];
     if let Some(expected) = &file.gz_sha256 {
         target.rewind().map_err(Failure::Cache)?;
-        let found = hash(&mut *target, u64::MAX).map_err(Failure::Cache)?;
-        if found != *expected {
+        let digest = hash(&mut *target, u64::MAX).map_err(Failure::Cache)?;
+        if digest != *expected {
             return Err(Failure::mirror(format!(
-                "the SHA-256 of what it sent is {found} where {expected} was expected"
+                "the SHA-256 of what it sent is {digest} where {expected} was expected"
             )));
         }
     }
     target.rewind().map_err(Failure::Cache)?;
     let contents = unpacked(target.try_clone().map_err(Failure::Cache)?).map_err(Failure::Cache)?;
     // One byte more than there should be is enough to know better.
-    let found = hash(contents, file.bytes + 1).map_err(Failure::mirror)?;
-    if found != file.sha256 {
+    let digest = hash(contents, file.bytes + 1).map_err(Failure::mirror)?;
+    if digest != file.sha256 {
         return Err(Failure::mirror(format!(
-            "the SHA-256 of what it sent is, unpacked, {found} where {} was expected",
+            "the SHA-256 of what it sent is, unpacked, {digest} where {} was expected",
             file.sha256
         )));
     }

@@ -153,19 +153,19 @@ fn shape_error(file: &str, problem: &str) -> DataError {
 }
 
 /// For a broken stream, of which `found` bytes could be read.
-fn gzip_error(file: &str, found: u64, problem: &str) -> DataError {
-    unusable(file, format!("broken gzip data after {found} uncompressed bytes ({problem}): fetch it afresh"))
+fn gzip_error(file: &str, actual: u64, problem: &str) -> DataError {
+    unusable(file, format!("broken gzip data after {actual} uncompressed bytes ({problem}): fetch it afresh"))
 }
 
 /// The likely cause of a wrong magic number.
-fn advice(kind: IdxKind, found: u32) -> &'static str {
-    match (kind, found) {
+fn advice(kind: IdxKind, actual: u32) -> &'static str {
+    match (kind, actual) {
         (IdxKind::Images, 2049) => "is this the labels file? the names may be swapped",
         (IdxKind::Labels, 2051) => "is this the images file? the names may be swapped",
         (_, 0x0108_0000 | 0x0308_0000) => "its bytes are swapped, the numbers must be big-endian",
-        (_, found) if found >> 16 == 0x1f8b => "it was compressed twice, unpack it once",
-        (_, found) if found >> 24 == u32::from(b'<') => "it looks like a web page, fetch the file afresh",
-        (_, found) if found >> 16 == 0x504b => "it is a zip archive, unpack it",
+        (_, actual) if actual >> 16 == 0x1f8b => "it was compressed twice, unpack it once",
+        (_, actual) if actual >> 24 == u32::from(b'<') => "it looks like a web page, fetch the file afresh",
+        (_, actual) if actual >> 16 == 0x504b => "it is a zip archive, unpack it",
         _ => "it is no IDX file of bytes, fetch it afresh",
     }
 }
@@ -224,9 +224,9 @@ impl<R: Read> Counted<'_, R> {
     }
 
     fn truncated(&self, expected: u64) -> DataError {
-        let found = self.count;
+        let actual = self.count;
         let problem =
-            format!("ends after {found} of {expected} bytes (uncompressed): it was cut short, fetch it afresh");
+            format!("ends after {actual} of {expected} bytes (uncompressed): it was cut short, fetch it afresh");
         unusable(self.name, problem)
     }
 }

@@ -234,7 +234,7 @@ pub fn locate_mnist_with(request: &DataRequest, sources: &Sources) -> MnistLocat
     let candidate = places.iter().find_map(named).map(|(origin, directory)| {
         let files = find(&directory);
         let missing =
-            STANDARD.iter().zip(&files).filter(|(_, found)| found.is_none()).map(|(standard, _)| standard.0).collect();
+            STANDARD.iter().zip(&files).filter(|(_, file)| file.is_none()).map(|(standard, _)| standard.0).collect();
         Candidate { origin, directory, files, missing }
     });
     let download = if candidate.as_ref().is_some_and(|candidate| candidate.origin != Origin::Cache) {
@@ -253,11 +253,11 @@ pub fn locate_mnist_with(request: &DataRequest, sources: &Sources) -> MnistLocat
 
 /// Finds the four files in `directory` or in torchvision's subdirectory, whichever has more of them.
 fn find(directory: &Path) -> [Option<PathBuf>; 4] {
-    let found = |directory: &Path| {
+    let layout = |directory: &Path| {
         STANDARD
             .map(|standard| spellings(standard.0).iter().map(|name| directory.join(name)).find(|path| path.is_file()))
     };
-    let layouts = [found(directory), found(&directory.join("MNIST").join("raw"))];
+    let layouts = [layout(directory), layout(&directory.join("MNIST").join("raw"))];
     let [flat, nested] = layouts;
     let count = |files: &[Option<PathBuf>; 4]| files.iter().flatten().count();
     if count(&nested) > count(&flat) { nested } else { flat }

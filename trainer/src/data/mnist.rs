@@ -86,12 +86,12 @@ fn read(origin: Origin, directory: &Path, paths: [&PathBuf; 4], sources: &Source
     let train = train.unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
     let (train_label, test, test_label) = rest?;
 
-    let found = [&train, &train_label, &test, &test_label];
-    let strange: Vec<usize> = (0..4).filter(|&file| found[file].sha256 != sources.files[file].sha256).collect();
+    let contents = [&train, &train_label, &test, &test_label];
+    let strange: Vec<usize> = (0..4).filter(|&file| contents[file].sha256 != sources.files[file].sha256).collect();
     if let (Origin::Cache, Some(&file)) = (origin, strange.first()) {
         let problem = format!(
             "the SHA-256 is {} where {} was expected: it is damaged, or not MNIST: delete it and run again",
-            found[file].sha256, sources.files[file].sha256
+            contents[file].sha256, sources.files[file].sha256
         );
         return Err(DataError::Unusable { file: shown(paths[file]), problem });
     }
@@ -111,8 +111,8 @@ fn read(origin: Origin, directory: &Path, paths: [&PathBuf; 4], sources: &Source
     check_labels(&test_label.idx, test_labels)?;
 
     let mut over_all = Context::new(&SHA256);
-    found.iter().for_each(|file| over_all.update(file.digest.as_ref()));
-    let checksums = found
+    contents.iter().for_each(|file| over_all.update(file.digest.as_ref()));
+    let checksums = contents
         .iter()
         .zip(paths)
         .map(|(file, path)| FileChecksum { path: shown(path), sha256: file.sha256.clone() })

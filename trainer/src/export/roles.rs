@@ -49,15 +49,15 @@ impl Roles {
 
     /// Ends and begins epochs and steps, so that those of a path are open.
     fn reach(&mut self, path: &str, time_ns: u64) -> Result<(), OverBudget> {
-        let mut wanted: Vec<String> = Vec::new();
+        let mut scopes: Vec<String> = Vec::new();
         for part in path.split('/').filter(|part| is_counted(part)) {
-            let name = wanted.last().map_or_else(|| part.to_owned(), |outer| format!("{outer} {part}"));
-            wanted.push(name);
+            let name = scopes.last().map_or_else(|| part.to_owned(), |outer| format!("{outer} {part}"));
+            scopes.push(name);
         }
-        while !wanted.starts_with(&self.open) {
+        while !scopes.starts_with(&self.open) {
             self.end(time_ns)?;
         }
-        for name in wanted.into_iter().skip(self.open.len()) {
+        for name in scopes.into_iter().skip(self.open.len()) {
             let text = self.origins.text(&name)?;
             self.origins.annotate(Annotation { name: text, device: Some(0), start: true, time_ns })?;
             self.open.push(name);
@@ -174,7 +174,7 @@ mod tests {
             .iter()
             .map(|of| format!("{}{}@{}", if of.start { "+" } else { "-" }, roles.origins.spelt(of.name), of.time_ns))
             .collect();
-        let wanted = [
+        let scopes = [
             "+epoch 1@1",
             "+epoch 1 step 1@2",
             "-epoch 1 step 1@3",
@@ -186,6 +186,6 @@ mod tests {
             "-epoch 2 step 1@9",
             "-epoch 2@9",
         ];
-        assert_eq!(said, wanted);
+        assert_eq!(said, scopes);
     }
 }

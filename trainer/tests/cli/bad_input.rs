@@ -49,9 +49,9 @@ fn allocators_that_mean_nothing_are_refused() {
         ("caching,naive", "write NAME or NAME:key=value,key=value"),
         ("naive:x=1", "naive: there is no setting 'x'; there are none"),
     ] {
-        let ran = test_dir.iris(&["--alloc", alloc]);
-        assert_eq!((ran.code, ran.stdout.as_str()), (Some(2), ""), "{ran:#?}");
-        let first = ran.stderr.lines().next().unwrap_or_default();
+        let output = test_dir.iris(&["--alloc", alloc]);
+        assert_eq!((output.code, output.stdout.as_str()), (Some(2), ""), "{output:#?}");
+        let first = output.stderr.lines().next().unwrap_or_default();
         assert!(first.contains(words), "{words}: {first}");
     }
     // Each message has its own fix, once, and no other fix.
@@ -74,9 +74,9 @@ fn allocators_that_mean_nothing_are_refused() {
             ),
         ),
     ] {
-        let ran = test_dir.iris(&["--alloc", alloc]);
-        ran.refused(&[]);
-        assert_eq!(ran.stderr.trim_end(), format!("error: {line}"));
+        let output = test_dir.iris(&["--alloc", alloc]);
+        output.refused(&[]);
+        assert_eq!(output.stderr.trim_end(), format!("error: {line}"));
     }
     let both = ["--alloc", "caching:memory_limit=1G", "--memory-limit", "2G"];
     test_dir
@@ -221,13 +221,13 @@ fn a_gpu_that_is_not_there_is_bad_input() {
     let run = |arguments: &[&str]| {
         let mut command = test_dir.process(arguments);
         command.env("CUDA_VISIBLE_DEVICES", "-1");
-        Ran::of(Command::from_std(command))
+        ProgramOutput::of(Command::from_std(command))
     };
     run(&["--device", "cuda", "--dataset", "iris"]).refused(&[]);
     run(&["--device", "cuda:99", "--dataset", "iris"]).refused(&[]);
     // `auto` reports the reason for the simulated device.
-    let ran = run(&["--dataset", "iris", "--epochs", "1"]).ok();
-    let device = ran.stderr.lines().next().unwrap();
+    let output = run(&["--dataset", "iris", "--epochs", "1"]).ok();
+    let device = output.stderr.lines().next().unwrap();
     assert!(device.contains("(simulated)") && device.ends_with(')') && device.matches('(').count() > 1, "{device}");
 }
 
@@ -236,18 +236,18 @@ fn small_idx_files_are_trained_on() {
     let test_dir = TestDir::new();
     mnist(&test_dir, "data");
     let arguments = ["--device", "sim", "--dataset", "mnist", "--data-dir", "data", "--epochs", "1", "--json"];
-    let ran = test_dir.run(&arguments).ok();
-    assert!(ran.stderr.contains("note     data does not hold the standard MNIST"), "{ran:#?}");
-    let json = ran.json();
+    let output = test_dir.run(&arguments).ok();
+    assert!(output.stderr.contains("note     data does not hold the standard MNIST"), "{output:#?}");
+    let json = output.json();
     assert_eq!((&json["dataset"]["train_rows"], &json["dataset"]["features"]), (&20.into(), &12.into()));
     assert_eq!(json["dataset"]["files"].as_array().unwrap().len(), 4);
     // The variable names the same place.
     let mut command = test_dir.process(&arguments[..4]);
-    let ran = Ran::of(Command::from_std({
+    let output = ProgramOutput::of(Command::from_std({
         command.env("MNIST_DIR", test_dir.at("data")).args(["--epochs", "1"]);
         command
     }));
-    assert!(ran.ok().stderr.contains("(MNIST_DIR)"));
+    assert!(output.ok().stderr.contains("(MNIST_DIR)"));
 }
 
 #[test]
@@ -317,6 +317,6 @@ fn broken_data_is_refused() {
 fn offline_never_waits_for_a_network() {
     let test_dir = TestDir::new();
     test_dir.run(&["--device", "sim", "--dataset", "mnist", "--offline"]).refused(&["offline", "--data-dir"]);
-    let ran = test_dir.run(&["--device", "sim", "--offline", "--steps", "1"]).ok();
-    assert!(ran.stderr.contains("note     generated digits stand in for MNIST"), "{ran:#?}");
+    let output = test_dir.run(&["--device", "sim", "--offline", "--steps", "1"]).ok();
+    assert!(output.stderr.contains("note     generated digits stand in for MNIST"), "{output:#?}");
 }

@@ -4,8 +4,8 @@ use super::*;
 use std::os::unix::fs::symlink;
 
 /// Sorted names in a directory.
-fn names(folder: &std::path::Path) -> Vec<String> {
-    let entries = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name());
+fn names(directory: &std::path::Path) -> Vec<String> {
+    let entries = std::fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().file_name());
     let mut names: Vec<String> = entries.map(|name| name.to_string_lossy().into_owned()).collect();
     names.sort();
     names
@@ -69,8 +69,8 @@ fn of_runs_that_name_one_folder_at_once_one_gets_it() {
             run.stdout(std::process::Stdio::piped()).stderr(std::process::Stdio::piped()).spawn().unwrap()
         };
         let runs: Vec<_> = (0..6).map(|_| start()).collect();
-        let runs = runs.into_iter().map(|run| Ran::of_output(run.wait_with_output().unwrap()));
-        let (won, lost): (Vec<Ran>, Vec<Ran>) = runs.partition(|run| run.code == Some(0));
+        let runs = runs.into_iter().map(|run| ProgramOutput::of_output(run.wait_with_output().unwrap()));
+        let (won, lost): (Vec<ProgramOutput>, Vec<ProgramOutput>) = runs.partition(|run| run.code == Some(0));
         assert_eq!(won.len(), 1, "{lost:#?}");
         lost.iter().for_each(|lost| lost.refused(&["record exists already", "choose another directory with --out"]));
         assert_eq!(read_json(&test_dir.at("record/summary.json"))["status"], "finished");
@@ -98,7 +98,7 @@ fn a_record_goes_into_an_empty_directory() {
 }
 
 /// Runs in the directory `disk` of a place, a file system of this size, whose files are copied to `left` afterwards.
-fn on_a_disk(size: &str, runs: &[&[&str]]) -> (TestDir, Vec<Ran>) {
+fn on_a_disk(size: &str, runs: &[&[&str]]) -> (TestDir, Vec<ProgramOutput>) {
     let test_dir = TestDir::new();
     std::fs::create_dir(test_dir.at("disk")).unwrap();
     let begin = format!("mount -t tmpfs -o size={size} tmpfs disk || exit 77; cd disk");
@@ -115,18 +115,18 @@ fn on_a_disk(size: &str, runs: &[&[&str]]) -> (TestDir, Vec<Ran>) {
     let output = command.output().unwrap();
     assert!(test_dir.at("left").exists(), "no disk of one's own: {}", String::from_utf8_lossy(&output.stderr));
     let read = |name: String| std::fs::read_to_string(test_dir.at(&name)).unwrap();
-    let ran = (0..runs.len()).map(|number| Ran {
+    let process_output = (0..runs.len()).map(|number| ProgramOutput {
         code: read(format!("code{number}")).trim().parse().ok(),
         stdout: read(format!("out{number}")),
         stderr: read(format!("err{number}")),
     });
-    let ran = ran.collect();
-    (test_dir, ran)
+    let process_output = process_output.collect();
+    (test_dir, process_output)
 }
 
 /// Asserts that a record reports a full disk and has only complete lines and no `.part` files.
-fn assert_closed(record: &std::path::Path, ran: &Ran, file: &str, said: &str) {
-    let line = ran.error(1);
+fn assert_closed(record: &std::path::Path, process_output: &ProgramOutput, file: &str, said: &str) {
+    let line = process_output.error(1);
     for words in [file, said, "it needs at least ", "the run record is incomplete"] {
         assert!(line.contains(words), "'{words}' is missing: {line}");
     }
@@ -161,13 +161,17 @@ const TRACED: [&str; 13] = [
 fn a_disk_that_fills_up_is_told_and_the_record_closed() {
     let again = [&TRACED[..], &["--seed", "1"]].concat();
     let elsewhere = ["--device", "sim", "--dataset", "iris", "--hidden", "16", "--epochs", "1", "--out", "small"];
-    let (test_dir, ran) = on_a_disk("1m", &[&TRACED, &again, &elsewhere]);
-    assert_closed(&test_dir.at("left/record"), &ran[0], "record/trace.jsonl", "No space left on device");
-    assert!(ran[0].stderr.contains("make room there, or name another place"), "{:?}", ran[0]);
-    ran[1].error(2);
-    assert!(ran[1].stderr.contains("holds a run that failed; choose another directory"), "{:?}", ran[1]);
+    let (test_dir, process_output) = on_a_disk("1m", &[&TRACED, &again, &elsewhere]);
+    assert_closed(&test_dir.at("left/record"), &process_output[0], "record/trace.jsonl", "No space left on device");
+    assert!(process_output[0].stderr.contains("make room there, or name another place"), "{:?}", process_output[0]);
+    process_output[1].error(2);
+    assert!(
+        process_output[1].stderr.contains("holds a run that failed; choose another directory"),
+        "{:?}",
+        process_output[1]
+    );
     // The room that was kept for the summary is there again.
-    assert_eq!(ran[2].code, Some(0), "{:?}", ran[2]);
+    assert_eq!(process_output[2].code, Some(0), "{:?}", process_output[2]);
 }
 
 #[test]
@@ -175,12 +179,16 @@ fn a_disk_that_fills_up_is_told_and_the_record_closed() {
 fn on_a_full_disk_nothing_is_begun() {
     let small: &[&str] = &["--device", "sim", "--dataset", "iris", "--epochs", "1", "--out", "a/record"];
     let start: &[&str] = &["start", "-o", "start", "--dataset", "iris"];
-    let (test_dir, ran) = on_a_disk("32k", &[small, small, start, &small[..6]]);
-    for ran in &ran {
-        let line = ran.error(1);
+    let (test_dir, process_output) = on_a_disk("32k", &[small, small, start, &small[..6]]);
+    for process_output in &process_output {
+        let line = process_output.error(1);
         assert!(line.contains("No space left on device") && line.contains("make room there"), "{line}");
     }
-    assert!(ran[2].stderr.contains("start: cannot be written") && ran[2].stderr.contains("it needs "), "{:?}", ran[2]);
+    assert!(
+        process_output[2].stderr.contains("start: cannot be written") && process_output[2].stderr.contains("it needs "),
+        "{:?}",
+        process_output[2]
+    );
     assert_eq!(names(&test_dir.at("left")), ["a", "runs"]);
     assert_eq!((names(&test_dir.at("left/a")).len(), names(&test_dir.at("left/runs")).len()), (0, 0));
 }
@@ -189,8 +197,8 @@ fn on_a_full_disk_nothing_is_begun() {
 #[ignore = "needs the right to mount a file system; run with --ignored"]
 fn a_start_file_without_room_fails_the_run_before_training() {
     let run = ["--device", "sim", "--dataset", "iris", "--hidden", "1000", "--out", "record", "--save-start", "start"];
-    let (test_dir, ran) = on_a_disk("1m", &[&run]);
-    let line = ran[0].error(1);
+    let (test_dir, process_output) = on_a_disk("1m", &[&run]);
+    let line = process_output[0].error(1);
     for words in ["start: cannot be written: No space left", "it needs ", "room for ", "no start file was written"] {
         assert!(line.contains(words), "{line}");
     }
@@ -226,8 +234,8 @@ fn exports_without_room_are_not_left_half_written() {
         ["perfetto.json", "snapshot.json"].map(length).iter().sum(),
         ["driver_calls.jsonl", "steps.csv", "summary.json", "trace.jsonl"].map(|name| length(name) + 4096).iter().sum(),
     ];
-    let (test_dir, ran) = on_a_disk(&(others + exports / 2).to_string(), &[&run]);
-    let line = ran[0].error(1);
+    let (test_dir, process_output) = on_a_disk(&(others + exports / 2).to_string(), &[&run]);
+    let line = process_output[0].error(1);
     assert!(line.contains("No space left on device") && line.contains("it needs at least "), "{line}");
     assert!(line.contains("perfetto.json") || line.contains("snapshot.json"), "{line}");
     let json = read_json(&test_dir.at("left/record/summary.json"));
@@ -242,9 +250,9 @@ fn a_limit_on_the_length_of_files_is_told_and_the_record_closed() {
     let mut command = std::process::Command::new("sh");
     test_dir
         .settle(command.args(["-c", "ulimit -f 256; exec \"$0\" \"$@\"", env!("CARGO_BIN_EXE_trainer")]).args(TRACED));
-    let ran = Ran::of(Command::from_std(command));
-    assert_closed(&test_dir.at("record"), &ran, "record/trace.jsonl", "File too large");
-    assert!(ran.stderr.contains("raise the limit"), "{ran:?}");
+    let process_output = ProgramOutput::of(Command::from_std(command));
+    assert_closed(&test_dir.at("record"), &process_output, "record/trace.jsonl", "File too large");
+    assert!(process_output.stderr.contains("raise the limit"), "{process_output:?}");
 }
 
 // `trainer start` and `--save-start`.
@@ -252,15 +260,15 @@ fn a_limit_on_the_length_of_files_is_told_and_the_record_closed() {
 #[test]
 fn a_start_is_written_without_training() {
     let test_dir = TestDir::new();
-    let ran = test_dir.run(&["start", "-o", "start.safetensors", "--dataset", "iris", "--hidden", "5"]).ok();
-    assert!(ran.stderr.contains("start    start.safetensors (SHA-256 "), "{ran:#?}");
-    assert_eq!(ran.stdout, "");
+    let process_output = test_dir.run(&["start", "-o", "start.safetensors", "--dataset", "iris", "--hidden", "5"]).ok();
+    assert!(process_output.stderr.contains("start    start.safetensors (SHA-256 "), "{process_output:#?}");
+    assert_eq!(process_output.stdout, "");
     assert!(test_dir.at("start.safetensors").is_file());
     assert!(!test_dir.at("runs").exists(), "nothing was trained");
 
     let json = test_dir.run(&["start", "-o", "other", "--dataset", "iris", "--hidden", "5", "--json"]).ok().json();
     assert_eq!(keys(&json), ["path", "sha256"]);
-    assert!(ran.stderr.contains(json["sha256"].as_str().unwrap()), "the same options give the same file");
+    assert!(process_output.stderr.contains(json["sha256"].as_str().unwrap()), "the same options give the same file");
 }
 
 #[test]

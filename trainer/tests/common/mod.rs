@@ -46,12 +46,12 @@ pub(crate) fn arms(base: &Settings) -> Vec<(&'static str, Settings)> {
 }
 
 /// A run and the directory with its record.
-pub(crate) struct Done {
+pub(crate) struct FinishedRun {
     pub(crate) outcome: Outcome,
     directory: TempDir,
 }
 
-impl Done {
+impl FinishedRun {
     pub(crate) fn path(&self) -> std::path::PathBuf {
         self.directory.path().join("record")
     }
@@ -105,13 +105,13 @@ pub(crate) fn attempt(
 }
 
 /// [`attempt`] that must leave a record, however the run ended.
-pub(crate) fn train_with(settings: &Settings, stop: &AtomicBool, observer: Arc<dyn Observer>) -> Done {
+pub(crate) fn train_with(settings: &Settings, stop: &AtomicBool, observer: Arc<dyn Observer>) -> FinishedRun {
     let (outcome, directory) = attempt(settings, stop, observer);
-    Done { outcome: outcome.unwrap(), directory }
+    FinishedRun { outcome: outcome.unwrap(), directory }
 }
 
 /// Runs to its end, good or bad, as long as there is a record.
-pub(crate) fn train(settings: &Settings) -> Done {
+pub(crate) fn train(settings: &Settings) -> FinishedRun {
     train_with(settings, &AtomicBool::new(false), Arc::new(Silent))
 }
 

@@ -137,10 +137,10 @@ fn what_is_missing_is_fetched_once() {
     let cache = TempDir::new().unwrap();
     let server = serve(packed(), ranges);
     let sources = sources(&cache.path().join("new"), &[&server.url]);
-    let told = Told::default();
-    assert_small(&load_with(&request(DatasetName::Auto, None), &sources, &told).unwrap());
+    let summary = Told::default();
+    assert_small(&load_with(&request(DatasetName::Auto, None), &sources, &summary).unwrap());
     let size: usize = packed().iter().map(Vec::len).sum();
-    assert_eq!((told.totals.get(), told.bytes.get(), told.open.get()), (size as u64, size as u64, 0));
+    assert_eq!((summary.totals.get(), summary.bytes.get(), summary.open.get()), (size as u64, size as u64, 0));
     assert_cached(&cache.path().join("new"));
     assert_eq!(server.asked.lock().unwrap().len(), 4);
     // Now it is here, also for who is offline.
