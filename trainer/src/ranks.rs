@@ -277,6 +277,10 @@ pub struct RankRecord {
     pub step_s: f64,
     /// Mean time of a step between two events on the device.
     pub step_device_s: f64,
+    /// Mean device time of a step in which the compute stream waited for sums, of every eighth step; absent when steps are graphs
+    /// or fewer than eight.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub exposed_communication_s: Option<f64>,
     /// Host time spent waiting for the device in driver calls of the training.
     pub blocked_s: f64,
     /// Driver calls that allocated memory, of the training.

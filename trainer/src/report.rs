@@ -93,6 +93,7 @@ fn ranks(summary: &Summary, page: &mut Page) {
         Column::left("allocator"),
         Column::right("step"),
         Column::right("device").priority(1),
+        Column::right("exposed").priority(2),
         Column::right("blocked"),
         Column::right("driver allocs").priority(3),
         Column::right("peak reserved"),
@@ -105,6 +106,7 @@ fn ranks(summary: &Summary, page: &mut Page) {
             rank.alloc.clone(),
             seconds(rank.step_s),
             seconds(rank.step_device_s),
+            rank.exposed_communication_s.map_or_else(|| "-".to_owned(), seconds),
             seconds(rank.blocked_s),
             rank.driver_allocations.to_string(),
             Bytes(rank.peak_reserved_bytes).to_string(),
@@ -123,7 +125,7 @@ fn ranks(summary: &Summary, page: &mut Page) {
             version.as_ref().map_or_else(|| "over simulated links".to_owned(), |version| format!("by NCCL {version}")),
             buffers.name()
         ));
-        page.note("peak pending: freed memory that waits for other streams");
+        page.note("exposed: the compute stream's wait for sums in a step; peak pending: freed memory that waits for other streams");
     }
 }
 

@@ -184,6 +184,8 @@ struct Run {
     group: Option<Arc<Group>>,
     /// Most bytes that were freed and not reusable yet, after a step.
     peak_pending_bytes: u64,
+    /// Number of steps whose waits for sums were timed, and the total of these waits in ns.
+    sum_waits: (u64, u64),
     /// Declared before `context`: the allocator is dropped before the device that it allocates from.
     stack: Stack,
     context: Context,
@@ -300,6 +302,7 @@ impl Run {
             last_allocation: None,
             group,
             peak_pending_bytes: 0,
+            sum_waits: (0, 0),
             stack,
             context: Context { memory, device },
         })

@@ -8,6 +8,7 @@ use crate::ranks::BufferRule;
 use crate::settings::Settings;
 use crate::tensor::{Context, Matrix};
 use kernels::Element;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use vramlab::{Bytes, DeviceBuffer};
 
 /// Size of a bucket where none is given, as DDP's.
@@ -35,6 +36,17 @@ pub(crate) struct Buckets {
     buckets: Vec<Bucket>,
     rule: BufferRule,
     overlap: bool,
+    waits: Mutex<Waits>,
+}
+
+/// Waits of the compute stream for sums, in sampled steps.
+#[derive(Debug, Default)]
+struct Waits {
+    /// Whether the current step is sampled.
+    sampled: bool,
+    steps: u64,
+    /// Events before and after each wait.
+    events: Vec<[OwnedEvent; 2]>,
 }
 
 /// Layers by bucket, from the last layer to the first: a bucket ends with the layer that fills it. `bytes` are those of each layer's
@@ -85,7 +97,50 @@ impl Buckets {
             };
             buckets.push(Bucket { layers, bytes, summed, buffer });
         }
-        Ok(Self { buckets, rule, overlap: settings.overlap.unwrap_or(true) })
+        Ok(Self { buckets, rule, overlap: settings.overlap.unwrap_or(true), waits: Mutex::default() })
+    }
+
+    fn waits(&self) -> MutexGuard<'_, Waits> {
+        self.waits.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Sets whether the waits of the next step are timed.
+    pub(crate) fn sample(&self, sampled: bool) {
+        let mut waits = self.waits();
+        waits.sampled = sampled;
+        waits.steps += u64::from(sampled);
+    }
+
+    /// Number of steps that were sampled since the last call, and for how long the compute stream waited for sums in them. The
+    /// device has completed these steps.
+    ///
+    /// # Errors
+    /// Errors of the driver.
+    pub(crate) fn take_waits(&self, context: &Context) -> Result<(u64, u64)> {
+        let waits = std::mem::take(&mut *self.waits());
+        let driver = context.device.driver();
+        let elapsed = waits.events.iter().map(|[before, after]| driver.event_elapsed_ns(before.id, after.id));
+        Ok((waits.steps, elapsed.sum::<std::result::Result<u64, _>>()?))
+    }
+
+    /// Makes the compute stream wait for the sum of a bucket.
+    fn wait_for_sum(&self, context: &Context, number: usize) -> Result<()> {
+        let (device, driver) = (&context.device, context.device.driver());
+        let _range = device.range(format_args!("wait for bucket {}", number + 1));
+        let events = if self.waits().sampled {
+            Some([OwnedEvent::new(&driver, true)?, OwnedEvent::new(&driver, true)?])
+        } else {
+            None
+        };
+        if let Some([before, _]) = &events {
+            driver.event_record(before.id, device.stream())?;
+        }
+        driver.stream_wait_event(device.stream(), self.buckets[number].summed.id)?;
+        if let Some([_, after]) = &events {
+            driver.event_record(after.id, device.stream())?;
+        }
+        self.waits().events.extend(events);
+        Ok(())
     }
 
     /// Bytes of each bucket, in the order in which they are summed.
@@ -146,10 +201,7 @@ impl Mlp {
         let _range = context.device.range(format_args!("update"));
         for (number, (bucket, buffer)) in buckets.buckets.iter().zip(buffers).enumerate() {
             let device = &context.device;
-            {
-                let _range = device.range(format_args!("wait for bucket {}", number + 1));
-                device.driver().stream_wait_event(device.stream(), bucket.summed.id)?;
-            }
+            buckets.wait_for_sum(context, number)?;
             let Some(held) = buffer.as_ref().or(bucket.buffer.as_ref()) else { continue };
             for (layer, offsets) in &bucket.layers {
                 // SAFETY: the buffer holds the gradients of these layers and is freed on the stream after these launches.

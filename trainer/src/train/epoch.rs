@@ -147,7 +147,7 @@ impl Pass<'_> {
             }
             weighted += f64::from(loss) * f64::from(row.rows);
         }
-        let seen = rows.iter().map(|row| f64::from(row.rows)).sum::<f64>();
+        let trained_rows = rows.iter().map(|row| f64::from(row.rows)).sum::<f64>();
         self.observer.validation(self.epoch);
         let (val_loss, val_accuracy) = self.validate(run, &mut loaders.1)?;
         // The last update of an epoch shows in no training loss of it.
@@ -159,13 +159,17 @@ impl Pass<'_> {
         driver.event_synchronize(last)?;
         let device_ns = driver.event_elapsed_ns(first, last)?;
         let train_ns = driver.event_elapsed_ns(first_step, last_step)?;
+        if let Some(buckets) = self.buckets {
+            let (sampled, waited_ns) = buckets.take_waits(&run.context)?;
+            run.sum_waits = (run.sum_waits.0 + sampled, run.sum_waits.1 + waited_ns);
+        }
         drop(events);
         let device = &run.context.device;
         let busy = device.busy_ns().zip(busy_before).map(|(now, before)| seconds(now - before));
         Ok(EpochRecord {
             epoch: self.epoch,
             steps,
-            train_loss: weighted / seen,
+            train_loss: weighted / trained_rows,
             val_loss,
             val_accuracy,
             wall_s: seconds(clock.now_ns() - start_ns),

@@ -55,6 +55,7 @@ impl Run {
             step_s: mean(train_s),
             step_device_s: mean(epochs.iter().map(|epoch| epoch.train_device_s).sum()),
             // CAST: as above.
+            exposed_communication_s: exposed(self.sum_waits),
             blocked_s: epochs.iter().map(|epoch| of_calls(&epoch.train_driver_calls)).sum::<u64>() as f64 / 1e9,
             driver_allocations: epochs.iter().map(|epoch| epoch.train_driver_calls.driver_allocations()).sum(),
             peak_reserved_bytes: stats.reserved_bytes.all.peak,
@@ -62,6 +63,12 @@ impl Run {
             peak_pending_bytes: self.peak_pending_bytes,
         }
     }
+}
+
+/// Mean wait for sums in a step, from the number of timed steps and the total of their waits in ns.
+fn exposed((steps, waited_ns): (u64, u64)) -> Option<f64> {
+    // CAST: nanoseconds of a run are exact up to 104 days.
+    (steps > 0).then(|| waited_ns as f64 / steps as f64 / 1e9)
 }
 
 /// The directory of the record of a rank, in that of rank 0, which exists once rank 0 has announced it.

@@ -22,6 +22,9 @@ pub(super) struct StepOf<'a> {
     pub(super) part: Option<Part<'a>>,
 }
 
+/// Every which step of an eager run times the waits for sums: rarely enough to cost nothing that shows.
+const SAMPLED_EVERY: u64 = 8;
+
 /// One rank's part of the steps.
 #[derive(Clone, Copy)]
 pub(super) struct Part<'a> {
@@ -120,6 +123,9 @@ impl Stepper {
         if let Some(graphs) = &mut self.graphs {
             return graphs.step(context, loader, of, (range.len(), count));
         }
+        if let Some(part) = &of.part {
+            part.buckets.sample(step % SAMPLED_EVERY == SAMPLED_EVERY - 1);
+        }
         let slot = self.losses().addr().get();
         of.queue(context, loader, LossSlot::at(slot + 4 * step), range)
     }
@@ -184,9 +190,9 @@ impl GraphStepper {
     ) -> Result<()> {
         let kind = Kind { rows, steps };
         let place = |kinds: &[Kind]| kinds.iter().position(|known| *known == kind);
-        let found = self.captured.iter().enumerate().find_map(|(set, (kinds, _))| Some((set, place(kinds)?)));
-        let (set, number) = match found {
-            Some(found) => found,
+        let position = self.captured.iter().enumerate().find_map(|(set, (kinds, _))| Some((set, place(kinds)?)));
+        let (set, number) = match position {
+            Some(position) => position,
             None => {
                 let mut kinds = std::mem::take(&mut self.planned);
                 let number = place(&kinds).unwrap_or_else(|| {
@@ -271,8 +277,8 @@ mod tests {
         for (rows, batch) in [(120, 25), (120, 30), (120, 1), (7, 10), (10, 10), (17, 16)] {
             for full in [1, 2, 3, 4, 8, 64] {
                 for steps in 1..300 {
-                    let found = kinds(rows, batch, steps, full, false);
-                    assert_eq!(found, walked(rows, batch, steps, full), "{rows} {batch} {steps} {full}");
+                    let graphs = kinds(rows, batch, steps, full, false);
+                    assert_eq!(graphs, walked(rows, batch, steps, full), "{rows} {batch} {steps} {full}");
                 }
             }
         }

@@ -41,8 +41,8 @@ fn losses_are_equal_under_every_allocator_and_buffer_lifetime() {
         &["--check", "--loader", "pinned", "--streams", "4"],
     ];
     for variant in variants {
-        let (found, _) = losses(&[&["--gpus", "2"], variant].concat());
-        assert_eq!(found, expected, "{variant:?}");
+        let (actual, _) = losses(&[&["--gpus", "2"], variant].concat());
+        assert_eq!(actual, expected, "{variant:?}");
     }
 }
 
@@ -103,6 +103,21 @@ fn virtual_time_repeats_exactly_and_a_slow_rank_slows_all() {
     let (all, mixed) = (step(&[]), step(&["--rank-alloc", "1=naive"]));
     assert_eq!(step(&["--rank-alloc", "1=naive"]), mixed);
     assert!(mixed[0] > 1.5 * all[0] && mixed[2] > 1.5 * all[2], "{mixed:?} and {all:?}");
+}
+
+#[test]
+fn waits_for_sums_are_recorded_for_eager_steps() {
+    // Ten steps in an epoch, of which the eighth is timed.
+    let exposed = |arguments: &[&str]| {
+        let (_, json) = losses(&[&["--gpus", "2", "--batch", "12", "--bucket", "1K"], arguments].concat());
+        [0, 1].map(|rank| json["ranks"][rank]["exposed_communication_s"].as_f64())
+    };
+    let [Some(overlapped), Some(_)] = exposed(&[]) else { panic!("absent") };
+    let [Some(serial), Some(_)] = exposed(&["--overlap", "off"]) else { panic!("absent") };
+    assert!(overlapped > 0.0 && serial >= overlapped, "the last sum is always waited for: {overlapped} and {serial}");
+    let [Some(fast), Some(slow)] = exposed(&["--rank-alloc", "1=naive"]) else { panic!("absent") };
+    assert!(fast > overlapped && fast > slow, "the faster rank waits: {fast}, {slow} and {overlapped}");
+    assert_eq!(exposed(&["--launch", "graph"]), [None, None]);
 }
 
 #[test]
@@ -191,6 +206,56 @@ fn ranks_that_do_not_come_are_named() {
         assert!(error_of(&lines).contains(words), "{lines:?}");
     }
     assert!(!test_dir.at("runs").exists());
+}
+
+/// Whether a process has a connection to this port of the local host.
+#[cfg(target_os = "linux")]
+fn is_connected(process: u32, port: u16) -> bool {
+    const ESTABLISHED: &str = "01";
+    let inodes: Vec<String> = std::fs::read_dir(format!("/proc/{process}/fd"))
+        .map(|entries| entries.flatten().filter_map(|entry| std::fs::read_link(entry.path()).ok()).collect::<Vec<_>>())
+        .unwrap_or_default()
+        .iter()
+        .filter_map(|link| link.to_str()?.strip_prefix("socket:[")?.strip_suffix(']').map(str::to_owned))
+        .collect();
+    let table = std::fs::read_to_string("/proc/net/tcp").unwrap();
+    table.lines().skip(1).any(|line| {
+        let fields: Vec<&str> = line.split_whitespace().collect();
+        fields[2].ends_with(&format!(":{port:04X}"))
+            && fields[3] == ESTABLISHED
+            && inodes.iter().any(|id| id == fields[9])
+    })
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_rank_that_is_killed_before_all_have_connected_ends_all() {
+    let (test_dir, port) = (TestDir::new(), free_port());
+    // A third rank never comes.
+    let start = |number: u32, arguments: &[&str]| {
+        let base = ["--device", "sim", "--dataset", "iris", "--rank-timeout", "5"];
+        let mut command = test_dir.process(&[&base[..], &IRIS, arguments].concat());
+        command.envs([("RANK", number.to_string()), ("WORLD_SIZE", "3".into()), ("LOCAL_RANK", number.to_string())]);
+        command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.to_string());
+        Background::of(command)
+    };
+    let (first, second) = (start(0, &["--out", "record"]), start(1, &[]));
+    let until = Instant::now() + PATIENCE;
+    while !is_connected(second.child.id(), port) {
+        assert!(Instant::now() < until, "rank 1 does not connect");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    kill("-KILL", second.child.id());
+    second.end();
+    let (status, _, lines) = first.end();
+    // Killed before its introduction, a rank is one that never came.
+    let line = error_of(&lines);
+    assert!(
+        line.contains("rank 1 ended before all ranks had connected") || line.contains("did not connect within"),
+        "{line}"
+    );
+    assert!(status.code().is_some_and(|code| code == 1 || code == 2), "{lines:?}");
+    assert!(!test_dir.at("record").exists());
 }
 
 #[test]
