@@ -138,18 +138,24 @@ impl CudaExecutor {
 
 /// Makes sure that all ranks have one version of NCCL; the id of their communicator.
 fn agree(group: &Group, nccl: &Nccl) -> Result<Id> {
-    let bytes = group.exchange(nccl.version.clone().into_bytes(), |parts| {
-        let show = |rank: usize| String::from_utf8_lossy(&parts[rank]).into_owned();
-        match parts.iter().position(|part| *part != parts[0]) {
-            None => Ok(nccl.new_id()?.bytes()),
-            Some(rank) => Err(TrainError::Input(format!(
-                "rank {rank} has NCCL {} and rank 0 {}; give all ranks one version (VRAMLAB_NCCL names the file)",
-                show(rank),
-                show(0)
-            ))),
-        }
+    let bytes = group.exchange(nccl.version.clone().into_bytes(), |versions| {
+        one_version(&versions)?;
+        Ok(nccl.new_id()?.bytes())
     })?;
     Id::from_bytes(&bytes).ok_or_else(|| TrainError::Input("rank 0 sent no id of NCCL".into()))
+}
+
+/// Refuses ranks whose versions differ.
+fn one_version(versions: &[Vec<u8>]) -> Result<()> {
+    let show = |rank: usize| String::from_utf8_lossy(&versions[rank]).into_owned();
+    match versions.iter().position(|version| *version != versions[0]) {
+        None => Ok(()),
+        Some(rank) => Err(TrainError::Input(format!(
+            "rank {rank} has NCCL {} and rank 0 {}; give all ranks one version (VRAMLAB_NCCL names the file)",
+            show(rank),
+            show(0)
+        ))),
+    }
 }
 
 /// Joins the communicator. That waits for all ranks and cannot be ended, so a thread does it, which a failure of a rank leaves behind
@@ -206,4 +212,20 @@ fn launch_cost(driver: &Arc<CudaDriver>, kernels: &CudaKernels, stream: StreamId
     unsafe { driver.mem_free(target)? };
     times.sort_unstable();
     Ok(times[LAUNCHES / 2])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_with_other_versions_of_nccl_are_refused() {
+        let check = |versions: &[&str]| {
+            one_version(&versions.iter().map(|version| version.as_bytes().to_vec()).collect::<Vec<_>>())
+        };
+        assert!(check(&["2.28.9", "2.28.9"]).is_ok());
+        let error = check(&["2.28.9", "2.28.9", "2.27.5"]).unwrap_err();
+        assert_eq!(error.exit_code(), terminal::exit::BAD_INPUT);
+        assert!(error.to_string().starts_with("rank 2 has NCCL 2.27.5 and rank 0 2.28.9; give all ranks one version"));
+    }
 }

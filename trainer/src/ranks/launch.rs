@@ -35,21 +35,27 @@ pub(super) fn inherited_socket() -> Result<TcpListener> {
 
 /// Checks that this machine has a GPU for each rank.
 fn enough_gpus(settings: &Settings, count: u32) -> Result<()> {
-    let (first, found) = match settings.device {
+    let (first, gpus) = match settings.device {
         DeviceChoice::Named(DeviceName::Cuda(first)) => (first, CudaDriver::probe()?.len()),
         DeviceChoice::Named(_) => return Ok(()),
         DeviceChoice::Auto => match CudaDriver::probe() {
-            Ok(found) => (0, found.len()),
+            Ok(gpus) => (0, gpus.len()),
             Err(_) => return Ok(()),
         },
     };
-    let (count, plural) = (count as usize, if found == 1 { "" } else { "s" });
-    if count <= found.saturating_sub(first) {
+    // CAST: a number of GPUs.
+    compare(count as usize, first, gpus)
+}
+
+/// Refuses `count` ranks from GPU `first` on, on a machine with this many GPUs, if there are too few.
+fn compare(count: usize, first: usize, gpus: usize) -> Result<()> {
+    let plural = if gpus == 1 { "" } else { "s" };
+    if count <= gpus.saturating_sub(first) {
         return Ok(());
     }
     let from = if first > 0 { format!(" from cuda:{first} on") } else { String::new() };
     Err(TrainError::Input(format!(
-        "--gpus {count} needs {count} GPUs{from}, and this machine has {found} GPU{plural}; lower --gpus, or use --device sim"
+        "--gpus {count} needs {count} GPUs{from}, and this machine has {gpus} GPU{plural}; lower --gpus, or use --device sim"
     )))
 }
 
@@ -182,5 +188,22 @@ fn pass_on(rank: &Rank, signals: &Signals) {
     if let (Some(pid), Some(signal), None) = (pid, signal, rank.ended) {
         // A rank that has ended meanwhile is not waited for yet, so the number is still its own.
         let _ = rustix::process::kill_process(pid, signal);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn more_ranks_than_gpus_are_refused() {
+        for (count, first, gpus) in [(2, 0, 2), (1, 3, 4), (4, 0, 8)] {
+            assert!(compare(count, first, gpus).is_ok());
+        }
+        let error = |count, first, gpus| compare(count, first, gpus).unwrap_err().to_string();
+        let line = error(4, 0, 2);
+        assert_eq!(line, "--gpus 4 needs 4 GPUs, and this machine has 2 GPUs; lower --gpus, or use --device sim");
+        assert!(error(2, 1, 2).contains("2 GPUs from cuda:1 on, and this machine has 2 GPUs"));
+        assert!(error(2, 5, 1).contains("has 1 GPU;"), "a first GPU that is not there");
     }
 }

@@ -116,14 +116,20 @@ impl Nccl {
     /// # Errors
     /// [`TrainError::Input`] that says where it was looked for.
     pub(crate) fn load() -> Result<Arc<Self>> {
+        let is_given = env::var_os(VARIABLE).is_some_and(|given| !given.is_empty());
+        Self::load_one_of(candidates(), is_given)
+    }
+
+    /// Loads the first of these files that is the library. `is_given` if the user named it.
+    fn load_one_of(candidates: Vec<PathBuf>, is_given: bool) -> Result<Arc<Self>> {
         let mut failed = Vec::new();
-        for path in candidates() {
+        for path in candidates {
             match Self::open(&path) {
                 Ok(nccl) => return Ok(Arc::new(nccl)),
                 Err(error) => failed.push(format!("{}: {error}", path.display())),
             }
         }
-        let searched = if env::var_os(VARIABLE).is_some_and(|given| !given.is_empty()) {
+        let searched = if is_given {
             format!("{VARIABLE} cannot be used")
         } else {
             format!(
@@ -311,13 +317,27 @@ mod tests {
 
     #[test]
     fn a_file_that_is_not_nccl_is_refused_in_one_line() {
-        let folder = tempfile::TempDir::new().unwrap();
-        let text = folder.path().join(FILE);
+        let directory = tempfile::TempDir::new().unwrap();
+        let text = directory.path().join(FILE);
         std::fs::write(&text, "no library").unwrap();
         // A library of every Linux system has other functions.
-        for path in [folder.path().join("missing"), text, "libc.so.6".into()] {
+        for path in [directory.path().join("missing"), text, "libc.so.6".into()] {
             let error = Nccl::open(&path).unwrap_err();
             assert!(!error.is_empty() && !error.contains('\n'), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_missing_library_is_one_line_that_says_where_it_was_looked_for() {
+        let line = |is_given| {
+            let error = Nccl::load_one_of(vec!["/nonexistent/libnccl.so.2".into()], is_given).unwrap_err();
+            assert_eq!(error.exit_code(), terminal::exit::BAD_INPUT);
+            error.to_string()
+        };
+        for (is_given, words) in [(true, "VRAMLAB_NCCL cannot be used"), (false, "in LD_LIBRARY_PATH")] {
+            let line = line(is_given);
+            assert!(line.contains(words) && line.contains("/nonexistent/libnccl.so.2: "), "{line}");
+            assert!(line.contains("pip install nvidia-nccl-cu13") && !line.contains('\n'), "{line}");
         }
     }
 
@@ -348,8 +368,8 @@ mod tests {
     #[test]
     #[ignore = "needs a C compiler"]
     fn functions_are_called_as_nccl_declares_them() {
-        let folder = tempfile::TempDir::new().unwrap();
-        let (source, file) = (folder.path().join("nccl.c"), folder.path().join(FILE));
+        let directory = tempfile::TempDir::new().unwrap();
+        let (source, file) = (directory.path().join("nccl.c"), directory.path().join(FILE));
         std::fs::write(&source, STAND_IN).unwrap();
         let compiler =
             std::process::Command::new("cc").args(["-shared", "-fPIC", "-o"]).arg(&file).arg(&source).status();

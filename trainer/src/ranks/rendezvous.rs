@@ -177,11 +177,11 @@ fn closed(connections: &[Option<TcpStream>]) -> Option<u32> {
                 Err(error) => error.kind() != io::ErrorKind::WouldBlock,
             }
     };
-    let found = (0..).zip(connections).find(|(_, stream)| stream.as_ref().is_some_and(is_closed));
+    let connection = (0..).zip(connections).find(|(_, stream)| stream.as_ref().is_some_and(is_closed));
     for stream in connections.iter().flatten() {
         let _ = stream.set_nonblocking(false);
     }
-    found.map(|(rank, _)| rank)
+    connection.map(|(rank, _)| rank)
 }
 
 fn introduction(stream: &mut TcpStream) -> Option<Hello> {
@@ -268,4 +268,38 @@ fn connect(host: &str, port: u16) -> io::Result<TcpStream> {
         }
     }
     Err(last)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rank_that_was_started_otherwise_is_refused_with_the_difference() {
+        let hello = || Hello {
+            protocol: PROTOCOL,
+            code_version: "1.0.0".into(),
+            run: String::new(),
+            rank: 0,
+            size: 2,
+            settings: Map::from_iter([("lr".to_owned(), Value::from(0.5)), ("dtype".to_owned(), Value::Null)]),
+        };
+        assert_eq!(hello().conflict(&hello()), None);
+        let mut settings = hello().settings;
+        settings["lr"] = Value::from(0.25);
+        let cases = [
+            (
+                Hello { code_version: "1.1.0".into(), ..hello() },
+                "runs version 1.1.0 of this program and rank 0 version 1.0.0",
+            ),
+            (Hello { protocol: PROTOCOL + 1, ..hello() }, "use one version"),
+            (Hello { size: 3, ..hello() }, "one of 3 ranks and rank 0 as one of 2; set WORLD_SIZE alike"),
+            (Hello { settings, ..hello() }, "has --lr 0.25 and rank 0 0.5"),
+            (Hello { settings: Map::new(), ..hello() }, "has --lr the default and rank 0 0.5"),
+        ];
+        for (other, words) in cases {
+            let conflict = hello().conflict(&other).unwrap();
+            assert!(conflict.contains(words), "{conflict}");
+        }
+    }
 }
