@@ -247,7 +247,7 @@ fn runs() -> Vec<FinishedRun> {
 /// The records of a run on two simulated GPUs with every option of one: that of rank 0, and that of rank 1.
 fn ranks() -> Vec<Value> {
     let test_dir = tempfile::TempDir::new().unwrap();
-    let base = ["--device", "sim", "--dataset", "iris", "--batch", "24", "--epochs", "1", "--hidden", "16"];
+    let base = ["--device", "sim", "--dataset", "iris", "--batch", "12", "--epochs", "1", "--hidden", "16"];
     let ranks = ["--gpus", "2", "--bucket", "1K", "--overlap", "off", "--buffers", "events", "--rank-alloc", "0=naive"];
     let mut command = assert_cmd::Command::new(env!("CARGO_BIN_EXE_trainer"));
     command.args(base).args(ranks).args(["--out", "record"]).current_dir(test_dir.path()).env_remove("RANK");

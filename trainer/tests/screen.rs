@@ -53,7 +53,7 @@ fn doctor_at_80_columns_and_others() {
     if shown.screen.contains("libcuda was not found") {
         insta::with_settings!({ filters => CHANGES }, {
             insta::assert_snapshot!(shown.screen, @r"
-                --  CUDA driver            no NVIDIA driver: libcuda was not actual; install one
+                --  CUDA driver            no NVIDIA driver: libcuda was not found; install one
                                            or use --device sim
                                            -> training uses the simulated GPU; for a real one
                                            install NVIDIA's driver 550 or newer (no CUDA toolkit

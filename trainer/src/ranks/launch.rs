@@ -74,7 +74,7 @@ impl Rank {
     fn start(rank: u32, count: u32, arguments: &[OsString], run: &str, listener: &TcpListener) -> io::Result<Self> {
         let port = listener.local_addr()?.port();
         let mut command = Command::new(std::env::current_exe()?);
-        command.args(arguments.iter().skip(1)).process_group(0);
+        command.args(with_word(arguments)).process_group(0);
         let variables = [("RANK", rank), ("WORLD_SIZE", count), ("LOCAL_RANK", rank), ("MASTER_PORT", port.into())];
         command.envs(variables.map(|(name, value)| (name, value.to_string())));
         command.env("MASTER_ADDR", "127.0.0.1").env(LAUNCHED, run);
@@ -117,6 +117,13 @@ impl Rank {
             (None, None) => "did not end".to_owned(),
         }
     }
+}
+
+/// The arguments of a rank: those of this process. A program that contains the trainer has a word of its own before the trainer's.
+fn with_word(arguments: &[OsString]) -> Vec<OsString> {
+    let process: Vec<OsString> = std::env::args_os().skip(1).collect();
+    let trainer = arguments.get(1..).unwrap_or_default();
+    if process.ends_with(trainer) { process } else { trainer.to_vec() }
 }
 
 /// Kills all ranks when the launcher ends before them.

@@ -100,13 +100,13 @@ fn sources(cache: &Path, mirrors: &[&str]) -> Sources {
 
 /// Sums of the reported progress.
 #[derive(Default)]
-struct Told {
+struct ProgressLog {
     totals: Cell<u64>,
     bytes: Cell<u64>,
     open: Cell<i32>,
 }
 
-impl Progress for Told {
+impl Progress for ProgressLog {
     fn download_begin(&self, _what: &str, total_bytes: Option<u64>) {
         self.totals.set(self.totals.get() + total_bytes.unwrap_or_default());
         self.open.set(self.open.get() + 1);
@@ -137,10 +137,10 @@ fn what_is_missing_is_fetched_once() {
     let cache = TempDir::new().unwrap();
     let server = serve(packed(), ranges);
     let sources = sources(&cache.path().join("new"), &[&server.url]);
-    let summary = Told::default();
-    assert_small(&load_with(&request(DatasetName::Auto, None), &sources, &summary).unwrap());
+    let progress = ProgressLog::default();
+    assert_small(&load_with(&request(DatasetName::Auto, None), &sources, &progress).unwrap());
     let size: usize = packed().iter().map(Vec::len).sum();
-    assert_eq!((summary.totals.get(), summary.bytes.get(), summary.open.get()), (size as u64, size as u64, 0));
+    assert_eq!((progress.totals.get(), progress.bytes.get(), progress.open.get()), (size as u64, size as u64, 0));
     assert_cached(&cache.path().join("new"));
     assert_eq!(server.asked.lock().unwrap().len(), 4);
     // Now it is here, also for who is offline.
