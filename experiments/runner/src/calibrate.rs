@@ -4,10 +4,12 @@
 //! Kernel costs, the L2 cache's size and the program's host time are kept from the base profile; `fit-kernels` and
 //! `fit-program` replace them with a GPU's. Calibration on the simulated device reproduces the profile that it runs
 //! on; the tests rely on that. In addition to the profile it reports the percentiles of every call, on the idle device
-//! and concurrent with a running kernel, and the bandwidth and rate of kernels.
+//! and concurrent with a running kernel, and the bandwidth and rate of kernels. On a machine with several GPUs all-reduces
+//! of them give the latency and bandwidth of the links.
 
 mod costs;
 mod kernels;
+mod links;
 mod measure;
 mod measurements;
 
@@ -36,6 +38,12 @@ pub(crate) struct CalibrateArgs {
     /// Machine and date, for the profile
     #[arg(long, value_name = "TEXT")]
     source: String,
+    /// GPUs whose links are measured by all-reduces through NCCL [default: all of the machine; none on the simulated device]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    gpus: Option<u32>,
+    /// Measure only the links; all other costs are those of --profile
+    #[arg(long)]
+    only_links: bool,
     /// Write the new profile to this file
     #[arg(short, long, value_name = "FILE")]
     out: PathBuf,
@@ -193,14 +201,31 @@ pub(crate) fn calibrate(args: &CalibrateArgs) -> Result<()> {
     // Open the outputs before the minutes that measuring takes.
     let begin = |path: &PathBuf| OutputFile::create(path, Existing::Replace);
     let (out, measurements) = (begin(&args.out)?, args.measurements.as_ref().map(begin).transpose()?);
-    let calibration = measure_device(&args.device, profile::read(args.profile.as_deref())?, &args.source)?;
+    let base = profile::read(args.profile.as_deref())?;
+    let counts = match args.device {
+        DeviceName::Null => Vec::new(),
+        _ => links::counts(&args.device, args.gpus)?,
+    };
+    if args.only_links && counts.is_empty() {
+        bail!("--only-links needs several GPUs; on the simulated device add --gpus 2");
+    }
+    let calibration = measure_device(&args.device, base, &args.source, (&counts, args.only_links))?;
     profile::write(&calibration.profile, out)?;
     measurements.map_or(Ok(()), |out| calibration.measurements.write(out))?;
-    calibration.measurements.page(&args.out).print()
+    calibration.measurements.page(&args.out, calibration.profile.links).print()
 }
 
-/// Measures a device; `sim` is the one of the base profile.
-fn measure_device(device: &DeviceName, base: Profile, source: &str) -> Result<Calibration> {
+/// Measures a device, and its links over these numbers of ranks, possibly only them; `sim` is the one of the base profile.
+fn measure_device(
+    device: &DeviceName,
+    base: Profile,
+    source: &str,
+    (counts, only_links): (&[u32], bool),
+) -> Result<Calibration> {
+    let simulated = match device {
+        DeviceName::Sim(Some(path)) => Profile::read(path)?,
+        _ => base.clone(),
+    };
     let (engine, name) = match device {
         DeviceName::Cuda(number) => {
             let driver = Arc::new(CudaDriver::new(*number)?);
@@ -208,10 +233,9 @@ fn measure_device(device: &DeviceName, base: Profile, source: &str) -> Result<Ca
             let name = driver.info().name.clone();
             (Engine::Cuda(Box::new(CudaKernels::load()?), driver), name)
         }
-        DeviceName::Sim(path) => {
-            let profile = path.as_deref().map_or_else(|| Ok(base.clone()), Profile::read)?;
-            let name = profile.name.clone();
-            (Engine::Sim(Arc::new(SimDriver::new(profile, SimMemory::Host))), name)
+        DeviceName::Sim(_) => {
+            let name = simulated.name.clone();
+            (Engine::Sim(Arc::new(SimDriver::new(simulated.clone(), SimMemory::Host))), name)
         }
         DeviceName::Null => bail!("the device without costs cannot be calibrated: write cuda or sim"),
     };
@@ -220,11 +244,18 @@ fn measure_device(device: &DeviceName, base: Profile, source: &str) -> Result<Ca
     let bar = Bar::new(None, "{spinner} {wide_msg} [{elapsed}]");
     let progress = |what: &str| bar.message(what);
     let memory = bench.driver().mem_info()?;
-    let calls = measure::measure(&bench, &progress)?;
-    progress("costs of the profile");
-    let profile = Profile { name, source: source.to_owned(), ..costs::costs(&bench, memory, &calls, base)? };
-    progress("kernels");
-    let kernels = kernels::rates(&bench).context("kernels")?;
+    let (calls, profile, kernels) = if only_links {
+        (Vec::new(), base, Vec::new())
+    } else {
+        let calls = measure::measure(&bench, &progress)?;
+        progress("costs of the profile");
+        let profile = costs::costs(&bench, memory, &calls, base)?;
+        progress("kernels");
+        (calls, profile, kernels::rates(&bench).context("kernels")?)
+    };
+    progress("links");
+    let times = links::times(&bench.engine, &simulated, counts).context("links")?;
+    let profile = Profile { name, source: source.to_owned(), links: links::costs(&times, profile.links), ..profile };
     bar.clear();
     let device = bench.driver().describe();
     let measurements = Measurements {
@@ -237,6 +268,7 @@ fn measure_device(device: &DeviceName, base: Profile, source: &str) -> Result<Ca
         device,
         calls,
         kernels,
+        links: times,
     };
     Ok(Calibration { profile, measurements })
 }
@@ -251,7 +283,7 @@ mod tests {
     fn the_simulated_device_gives_back_its_profile() {
         // No call contains the program's host time, so calibration cannot measure it and keeps it.
         let base = Profile { program_ns_per_call: 500, ..Profile::h200() };
-        let calibration = measure_device(&DeviceName::Sim(None), base.clone(), "test").unwrap();
+        let calibration = measure_device(&DeviceName::Sim(None), base.clone(), "test", (&[], false)).unwrap();
         let profile = calibration.profile;
         assert_eq!((profile.program_ns_per_call, profile.l2_bytes), (500, base.l2_bytes));
         let near = |what: &str, actual: u64, truth: u64| {

@@ -9,6 +9,8 @@ use std::path::Path;
 use terminal::duration;
 use terminal::{Cell, Column, Page, command, quoted};
 use trainer::provenance::Provenance;
+use trainer::ranks::SumTime;
+use vramlab::device::sim::LinkCosts;
 use vramlab::output::OutputFile;
 use vramlab::{Bytes, DeviceDescription};
 
@@ -30,6 +32,9 @@ pub(crate) struct Measurements {
     pub(crate) calls: Vec<Measurement>,
     /// Device time.
     pub(crate) kernels: Vec<KernelRate>,
+    /// Device time of all-reduces, where links between GPUs were measured.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(crate) links: Vec<SumTime>,
 }
 
 impl Measurements {
@@ -40,8 +45,8 @@ impl Measurements {
         Ok(out.fill(text)?)
     }
 
-    /// Both tables, a summary, and the command that uses the profile.
-    pub(crate) fn page(&self, profile: &Path) -> Page {
+    /// The tables, a summary, and the command that uses the profile, whose links are `links`.
+    pub(crate) fn page(&self, profile: &Path, links: LinkCosts) -> Page {
         let mut page = Page::stdout();
         let time = |ns: u64| Cell::from(duration(ns));
         let calls = table(
@@ -72,10 +77,16 @@ impl Measurements {
             ],
         );
         let name = &self.device.name;
-        page.line(format!("{name}: host time of driver calls"));
-        page.table(&calls);
-        page.title(format!("{name}: device time of kernels"));
-        page.table(&kernels);
+        if !self.calls.is_empty() {
+            page.line(format!("{name}: host time of driver calls"));
+            page.table(&calls);
+            page.title(format!("{name}: device time of kernels"));
+            page.table(&kernels);
+        }
+        if !self.links.is_empty() {
+            page.title(format!("{name}: device time of all-reduces"));
+            page.table(&super::links::table(&self.links, links));
+        }
         let next = format!("--device sim:{} --alloc naive", quoted(&profile.to_string_lossy()));
         page.end(self.found(profile), &command("trainer", &next));
         page
