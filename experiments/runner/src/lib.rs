@@ -13,6 +13,7 @@ mod profile;
 mod program;
 mod repository;
 mod results;
+mod simulate_ranks;
 mod study;
 mod table;
 mod truth;
@@ -49,6 +50,8 @@ enum Command {
     Bench(bench::BenchArgs),
     /// Measures the cost of driver calls on a device and writes a profile for the simulated one
     Calibrate(calibrate::CalibrateArgs),
+    /// Predicts the step of more ranks than were measured, by a model
+    SimulateRanks(simulate_ranks::SimulateRanksArgs),
     /// Fits a profile's kernel costs to timings from `time_kernels`
     FitKernels(fit::FitArgs),
     /// Fits a profile's host time per driver call to recorded runs
@@ -104,6 +107,7 @@ pub fn main(arguments: Vec<OsString>) -> ExitCode {
         Command::Compare(args) => compare::compare(&args),
         Command::Bench(args) => bench::bench(&args),
         Command::Calibrate(args) => calibrate::calibrate(&args),
+        Command::SimulateRanks(args) => simulate_ranks::simulate_ranks(&args),
         Command::FitKernels(args) => fit::fit_kernels(&args),
         Command::FitProgram(args) => program::fit_program(&args),
         Command::AdviseTruth(args) => truth::truth(&args),

@@ -16,4 +16,5 @@ mod run;
 mod runners;
 mod schema_document;
 mod screen;
+mod simulate_ranks;
 mod specs;
