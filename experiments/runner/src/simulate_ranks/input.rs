@@ -46,7 +46,7 @@ pub(super) struct Measured {
     pub(super) configuration: Configuration,
     /// The allocator of each rank.
     pub(super) allocs: Vec<String>,
-    /// Times of steps, or of the mean step of each run where a record has only these. Not empty.
+    /// The mean step of each epoch, or of each run where a record has only these. Not empty.
     pub(super) steps_s: Vec<f64>,
 }
 
@@ -102,7 +102,7 @@ fn directory(path: &Path, depth: usize) -> Result<Vec<Measured>> {
         if summary["status"] != "finished" {
             return Ok(Vec::new());
         }
-        return Ok(measured(&summary, &summary["settings"], steps(path)?).into_iter().collect());
+        return Ok(measured(&summary, &summary["settings"], steps(&summary)).into_iter().collect());
     }
     let mut runs = Vec::new();
     if depth < MOST_DEPTH {
@@ -123,19 +123,11 @@ fn directory(path: &Path, depth: usize) -> Result<Vec<Measured>> {
     Ok(runs)
 }
 
-/// The times of a record's steps behind its warm-up, from one step to the next within an epoch.
-fn steps(path: &Path) -> Result<Vec<f64>> {
-    #[derive(serde::Deserialize)]
-    struct Row {
-        epoch: u64,
-        host_ns: u64,
-    }
-    let text = read_text(path, "steps.csv", MOST_BYTES)?;
-    let rows = csv::Reader::from_reader(text.as_bytes()).into_deserialize().collect::<Result<Vec<Row>, _>>();
-    let rows = rows.with_context(|| format!("{}: not the steps of a run", path.join("steps.csv").display()))?;
-    let pairs = rows.windows(2).filter(|pair| pair[0].epoch == pair[1].epoch && pair[0].epoch > WARM_UP);
-    // CAST: nanoseconds of a step.
-    Ok(pairs.map(|pair| pair[1].host_ns.saturating_sub(pair[0].host_ns) as f64 / 1e9).collect())
+/// The mean step of each epoch behind the warm-up. The host queues steps ahead, so single steps have no time of their own.
+fn steps(summary: &Value) -> Vec<f64> {
+    let epochs = summary["epochs"].as_array().into_iter().flatten();
+    let behind = epochs.filter(|epoch| epoch["epoch"].as_u64().is_some_and(|epoch| epoch > WARM_UP));
+    behind.filter_map(|epoch| Some(epoch["train_s"].as_f64()? / epoch["steps"].as_f64()?)).collect()
 }
 
 fn numbers(run: &Value, name: &str) -> Vec<f64> {

@@ -10,7 +10,7 @@ use vramlab::device::sim::LinkCosts;
 
 /// The assumptions, for the output.
 pub(super) const ASSUMPTIONS: &str = "Each rank keeps its rows, so the whole batch grows with the ranks. The steps of ranks are \
-    independent and as long as the measured ones; every sum waits for the last rank. One rank with another allocator is as in runs with \
+    independent and as long as the measured means of an epoch or a run; every sum waits for the last rank. One rank with another allocator is as in runs with \
     one such rank, if the records have them. Sums grow by the profile's links, as one ring over \
     all ranks: there is no slower network between hosts.";
 
