@@ -181,7 +181,7 @@ def empty(torch, on_gpu, turns, calls=5_000):
     """
     device = "cuda" if on_gpu else "cpu"
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    found = {"program": "empty", "calls": calls, "ns": [], "ns_large": []}
+    found = {"calls": calls, "ns": [], "ns_large": []}
     for words in turns:
         for _ in range(calls // 5):
             torch.empty(words, device=device)
@@ -190,4 +190,6 @@ def empty(torch, on_gpu, turns, calls=5_000):
             torch.empty(words, device=device)
         took = round((time.perf_counter() - began) / calls * 1e9, 1)
         found["ns" if words == 1000 else "ns_large"].append(took)
+    if found["ns"]:
+        found["ms"] = statistics.median(found["ns"]) / 1e6
     return found | (memory(torch, {}) if on_gpu else {})

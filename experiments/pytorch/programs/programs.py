@@ -6,7 +6,8 @@
 Each prints one line of JSON: losses, time of each step, PyTorch's memory statistics, memory of the device in use. A program is
 a function of device and sizes that returns the function of a step. `--small` reduces it for `--device cpu`. Peaks of memory
 are those of a fresh process; `--repeats N` measures N times in one, with peaks reset in between. `--history FILE` records every
-event; the times then include recording.
+event; the times then include recording. `usual` is the script of usual.py; `empty` times single calls in turns (`turns` of a
+spec), each of which is a line on its input.
 
 Exit codes: 0 completed, 2 bad input, 3 out of memory (also printed).
 """
@@ -292,6 +293,30 @@ PROGRAMS = {
 }
 
 
+def usual_script(options, steps):
+    """The script of usual.py."""
+    import usual
+
+    return usual.train(options.device, options.small, options.seed, steps)
+
+
+def single_calls(options, steps):
+    """Times of torch.empty at each request of the runner, which has a number of floats."""
+    return measure.empty(torch, options.device != "cpu", requests())
+
+
+def requests():
+    """The numbers on standard input, a line each: prints a line when ready, and after each turn."""
+    print("ready", flush=True)
+    for line in sys.stdin:
+        yield int(line)
+        print("done", flush=True)
+
+
+# Programs that measure themselves instead of having a step.
+SELF_MEASURED = {"usual": usual_script, "empty": single_calls}
+
+
 def prepare(name, device, seed, small, **more):
     """A program's step on a device."""
     torch.manual_seed(seed)
@@ -311,7 +336,7 @@ def measured(name, options):
             torch.cuda.set_per_process_memory_fraction(min(1.0, options.limit / total))
         if options.history:
             torch.cuda.memory._record_memory_history(context=None, max_entries=2_000_000)
-    _, _, warm_up, steps = PROGRAMS[name]
+    _, _, warm_up, steps = PROGRAMS.get(name, (None, None, 0, 20))
     warm_up = warm_up if options.warm_up is None else options.warm_up
     steps = steps if options.steps is None else options.steps
     record = {"program": name, "seed": options.seed, "torch": torch.__version__}
@@ -320,6 +345,11 @@ def measured(name, options):
         record |= {"gpu": torch.cuda.get_device_name(), "settings": measure.settings(torch)}
     if options.limit:
         record["limit"] = options.limit
+    if options.latency and (ours := sys.modules.get("vramlab.torch")):
+        ours.latency()
+    if name in SELF_MEASURED:
+        yield record | {"oom": None} | SELF_MEASURED[name](options, steps)
+        return
     more = {}
     if options.while_loading:
         record["while_loading"] = more["while_loading"] = options.while_loading
@@ -347,7 +377,7 @@ def measured(name, options):
 def parser():
     """The options of a program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("program", choices=PROGRAMS)
+    parser.add_argument("program", choices=[*PROGRAMS, *SELF_MEASURED])
     parser.add_argument("--steps", type=int, metavar="N", help="steps to measure (default: by program)")
     parser.add_argument("--warm-up", type=int, metavar="N", help="steps before (default: by program)")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="seed of weights and data (default: 1)")
@@ -358,6 +388,7 @@ def parser():
     parser.add_argument(
         "--while-loading", metavar="SETTING", help="setting of PyTorch's allocator while load_serve loads"
     )
+    parser.add_argument("--latency", action="store_true", help="time each call of VramLab's allocator")
     parser.add_argument("--history", metavar="FILE", help="record all events and write them, compressed with xz")
     parser.add_argument("--device", default="cuda", help="cuda or cpu (default: cuda)")
     parser.add_argument("--small", action="store_true", help="a small version of the program")

@@ -38,18 +38,21 @@ def main():
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
+    result = train(args.device, args.small, args.seed, args.steps, args.batch, args.length)
+    print(json.dumps({"program": "usual"} | result))
 
-    torch.manual_seed(args.seed)
-    device = torch.device(args.device)
-    size = (
-        {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 200, "n_positions": args.length} if args.small else {}
-    )
+
+def train(device, small, seed, steps, batch_size=8, length=512):
+    """Trains for some steps, and returns the losses and PyTorch's measurements."""
+    torch.manual_seed(seed)
+    device = torch.device(device)
+    size = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 200, "n_positions": length} if small else {}
     config = GPT2Config(**size, bos_token_id=0, eos_token_id=0)
     model = GPT2LMHeadModel(config).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
-    texts = Texts(args.steps * args.batch, args.length, config.vocab_size, args.seed)
-    loader = DataLoader(texts, batch_size=args.batch, num_workers=2, pin_memory=device.type == "cuda")
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    texts = Texts(steps * batch_size, length, config.vocab_size, seed)
+    loader = DataLoader(texts, batch_size=batch_size, num_workers=2, pin_memory=device.type == "cuda")
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters")
 
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
@@ -78,13 +81,13 @@ def main():
 
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "checkpoint.pt")
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": args.steps}, path)
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": steps}, path)
         saved = torch.load(path, map_location=device)
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         size = os.path.getsize(path)
 
-    result = {"program": "usual", "losses": losses, "checkpoint_bytes": size}
+    result = {"losses": losses, "checkpoint_bytes": size}
     if device.type == "cuda":
         print(torch.cuda.memory_summary(abbreviated=True))
         result |= {
@@ -93,7 +96,7 @@ def main():
             "profiled_bytes": sum(max(0, event.self_device_memory_usage) for event in averages),
             "num_alloc_retries": torch.cuda.memory_stats()["num_alloc_retries"],
         }
-    print(json.dumps(result))
+    return result
 
 
 if __name__ == "__main__":

@@ -7,16 +7,21 @@
 
 mod execute;
 pub(crate) mod figures;
+#[cfg(unix)]
+mod forks;
+mod inside;
 mod list;
 mod lock;
 mod pack;
 pub(crate) mod plan;
+mod process;
 mod programs;
 pub(crate) mod record;
 mod report;
 pub(crate) mod run;
 pub(crate) mod spec;
 mod status;
+mod turns;
 mod work;
 
 use std::process::ExitStatus;

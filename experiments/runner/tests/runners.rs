@@ -329,7 +329,7 @@ fn parallel_simulated_runs_equal_sequential_ones() {
     assert_eq!(closing(&ran.stdout), wanted, "{ran:#?}");
     // A GPU runs one process at a time.
     let cuda = ["run", "small.toml", "--device", "cuda", "-o", "cuda", "--jobs", "2"];
-    test_dir.run(&cuda).refused(2, &["--jobs is for the simulated GPU"]);
+    test_dir.run(&cuda).refused(2, &["--jobs on a GPU is for specs with concurrent = true"]);
     assert!(!test_dir.at("cuda").exists());
     // Failures are reported in the order of the plan, however many runs are parallel.
     let spec = SMALL.replace("hidden = [5, 9]", "hidden = [5, 900]\nmemory-limit = [\"40K\"]");

@@ -1,7 +1,10 @@
 //! One run: a process, and a directory that appears only when complete.
 
 use super::figures::{median, read_document};
+#[cfg(unix)]
+use super::forks::Forks;
 use super::plan::{LIMIT, Run};
+use super::process::{Group, POLL, Pipes, Process, last_message, set_variables};
 use super::programs::{self, CommandLine, Inputs, OUT_OF_MEMORY, Output, RECORD, RESULT, command_line};
 use super::record::Planned;
 use super::record::{
@@ -14,19 +17,15 @@ use anyhow::{Context, Result};
 use serde_json::Value;
 use std::fs::File;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Command, ExitStatus, Stdio};
 use std::sync::atomic::Ordering::SeqCst;
+use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 use terminal::Shard;
 use terminal::signals::Signals;
 use trainer::provenance::now;
 use vramlab::DeviceName;
-use vramlab::input::{DOCUMENT, read_end, read_text};
-
-/// Interval between checks of a running process.
-const POLL: Duration = Duration::from_millis(5);
-/// Bytes read from the end of a program's output.
-const MOST_STDERR: u64 = 64 << 10;
+use vramlab::input::{DOCUMENT, read_text};
 
 /// State shared by all runs of an experiment.
 #[derive(Debug)]
@@ -40,6 +39,8 @@ pub(super) struct Experiment<'a> {
     /// No run starts that would end later, as far as finished runs show.
     pub(super) deadline: Option<Instant>,
     pub(super) signals: &'a Signals,
+    #[cfg(unix)]
+    pub(super) forks: Forks,
 }
 
 /// A signal has asked the program to end.
@@ -65,8 +66,26 @@ impl Experiment<'_> {
         self.planned.folder.join(RUNS).join(format!(".{}.old", run.id))
     }
 
-    /// Makes the run and leaves its directory; returns its status and its error.
-    pub(super) fn run(&self, run: &Run, start: Option<&str>) -> Result<(RunStatus, Option<String>)> {
+    /// Starts the processes from which these runs are forked, on the thread that makes or waits for the runs.
+    pub(super) fn prepare(&self, runs: &[&Run]) -> Result<()> {
+        let line = |run: &&Run| command_line(run, self.device, self.inputs, None, None);
+        let lines = runs.iter().filter(|run| run.fork).map(line).collect::<Result<Vec<CommandLine>>>()?;
+        #[cfg(not(unix))]
+        if !lines.is_empty() {
+            anyhow::bail!("runs can be forked on Unix only; remove `fork` from the spec");
+        }
+        #[cfg(unix)]
+        self.forks.prepare(&lines, self.signals.stop())?;
+        Ok(())
+    }
+
+    /// Makes the run and leaves its directory; returns its status and its error. With `turns` the process takes them.
+    pub(super) fn run(
+        &self,
+        run: &Run,
+        start: Option<&str>,
+        turns: Option<Sender<Pipes>>,
+    ) -> Result<(RunStatus, Option<String>)> {
         let part = self.fresh(run)?;
         let limit = match self.limit(run)? {
             Ok(limit) => limit,
@@ -79,7 +98,7 @@ impl Experiment<'_> {
         };
         let line = command_line(run, self.device, self.inputs, start, limit)?;
         let (machine, started_at) = (Machine::now(), now());
-        let ended = self.process(&line, &part)?;
+        let ended = self.process(&line, &part, turns)?;
         let refused = run.program == Program::Inside && ended.status.code() == Some(OUT_OF_MEMORY);
         let error = (!ended.status.success() && !refused).then(|| {
             let how = format!("{} ended with {}", run.program.name(), ended.status);
@@ -148,7 +167,7 @@ impl Experiment<'_> {
     pub(super) fn warm_up(&self, run: &Run, start: Option<&str>) -> Result<()> {
         let part = self.fresh(run)?;
         let line = command_line(run, self.device, self.inputs, start, None);
-        let ended = line.and_then(|line| self.process(&line, &part));
+        let ended = line.and_then(|line| self.process(&line, &part, None));
         remove(&part)?;
         // A run that fails will fail again, and then its failure is recorded.
         ended.map(|_| ())
@@ -174,9 +193,10 @@ impl Experiment<'_> {
             shown: Vec::new(),
             folder: Some(part.clone()),
             variables: Vec::new(),
+            server: None,
             output: Output::Record,
         };
-        let ended = self.process(&line, &part)?;
+        let ended = self.process(&line, &part, None)?;
         let complete = self.planned.folder.join(name);
         let moved = if ended.status.success() { std::fs::rename(&fresh, &complete) } else { Ok(()) };
         moved.with_context(|| format!("cannot make {}", complete.display()))?;
@@ -232,30 +252,17 @@ impl Experiment<'_> {
 
     /// Starts a process and waits for it. A signal to this program ends the process: then its directory is removed,
     /// and the error is [`Interrupted`].
-    fn process(&self, line: &CommandLine, part: &Path) -> Result<Ended> {
-        let (out, err) = (part.join(RESULT), part.join("stderr.txt"));
-        let file = |path: &Path| File::create(path).with_context(|| format!("cannot write {}", path.display()));
-        let mut command = Command::new(&line.program);
-        command.args(&line.arguments).current_dir(line.folder.as_deref().unwrap_or(part));
-        command.stdin(Stdio::null()).stderr(file(&err)?);
-        command.stdout(if line.output == Output::Printed { Stdio::from(file(&out)?) } else { Stdio::null() });
-        for (name, value) in &line.variables {
-            match value {
-                Some(value) => command.env(name, value),
-                None => command.env_remove(name),
-            };
-        }
-        if let Some(folder) = &self.inputs.data_dir {
-            command.env("MNIST_DIR", folder);
-        }
-        let started = Instant::now();
-        let mut group = Group::start(&mut command)
-            .with_context(|| format!("cannot start {}", Path::new(&line.program).display()))?;
+    fn process(&self, line: &CommandLine, part: &Path, turns: Option<Sender<Pipes>>) -> Result<Ended> {
+        let err = part.join("stderr.txt");
+        let (began, limit_s) = (Instant::now(), self.planned.source.spec.timeout_s);
+        let mut process = self.start(line, part, &err, turns)?;
+        let mut is_late = false;
         let status = loop {
-            if self.signals.stop().load(SeqCst) {
-                group.kill();
+            is_late |= limit_s.is_some_and(|limit| began.elapsed().as_secs() >= u64::from(limit));
+            if is_late || self.signals.stop().load(SeqCst) {
+                process.kill();
             }
-            match group.ended()? {
+            match process.ended()? {
                 Some(status) => break status,
                 None => std::thread::sleep(POLL),
             }
@@ -264,14 +271,42 @@ impl Experiment<'_> {
             remove(part)?;
             return Err(Interrupted.into());
         }
-        let wall = started.elapsed();
-        let stderr = read_end(&err, MOST_STDERR).unwrap_or_default();
-        let text = String::from_utf8_lossy(&stderr);
+        let wall = began.elapsed();
+        let reason = limit_s.filter(|_| is_late).map(|limit| format!("it was ended after {limit} s, its timeout_s"));
+        let message = reason.or_else(|| process.failure()).or_else(|| last_message(&err));
         // If removing fails, the only effect is a leftover file.
         let _ = std::fs::remove_file(&err);
-        let last = text.lines().rev().map(str::trim).find(|line| !line.is_empty());
-        let message = text.lines().rev().find_map(|line| line.strip_prefix("error: ")).or(last).map(str::to_owned);
         Ok(Ended { status, wall, message })
+    }
+
+    /// Starts or forks a process. With `turns` its input and output are sent there.
+    fn start(&self, line: &CommandLine, part: &Path, err: &Path, turns: Option<Sender<Pipes>>) -> Result<Process> {
+        let folder = line.folder.as_deref().unwrap_or(part);
+        #[cfg(unix)]
+        if line.server.is_some() {
+            return self.forks.start(line, folder, err, self.signals.stop()).map(Process::Forked);
+        }
+        let file = |path: &Path| File::create(path).with_context(|| format!("cannot write {}", path.display()));
+        let mut command = Command::new(&line.program);
+        command.args(&line.arguments).current_dir(folder).stdin(Stdio::null()).stdout(Stdio::null());
+        command.stderr(file(err)?);
+        if line.output == Output::Printed {
+            command.stdout(file(&part.join(RESULT))?);
+        }
+        if turns.is_some() {
+            command.stdin(Stdio::piped()).stdout(Stdio::piped());
+        }
+        set_variables(&mut command, &line.variables);
+        if let Some(folder) = &self.inputs.data_dir {
+            command.env("MNIST_DIR", folder);
+        }
+        let mut group = Group::start(&mut command)
+            .with_context(|| format!("cannot start {}", Path::new(&line.program).display()))?;
+        if let Some((turns, pipes)) = turns.zip(group.pipes()) {
+            // The receiver waits for all senders.
+            let _ = turns.send(pipes);
+        }
+        Ok(Process::Started(group))
     }
 
     /// Moves the retained files of the record next to `run.json`; returns their names.
@@ -327,65 +362,5 @@ impl Experiment<'_> {
         let mut value = Value::String(text.to_owned());
         without_folders(&mut value, &self.folders(&self.planned.folder));
         value.as_str().unwrap_or_default().to_owned()
-    }
-}
-
-/// A running process and its group. Dropping it ends the whole group.
-#[derive(Debug)]
-pub(crate) struct Group {
-    leader: Child,
-    over: bool,
-}
-
-impl Group {
-    /// Starts a process in its own group. The process ends when the thread that started it ends for any reason, so
-    /// this thread should wait for it.
-    pub(crate) fn start(command: &mut Command) -> std::io::Result<Self> {
-        #[cfg(unix)]
-        std::os::unix::process::CommandExt::process_group(command, 0);
-        #[cfg(target_os = "linux")]
-        terminal::around::end_with_parent(command);
-        Ok(Self { leader: command.spawn()?, over: false })
-    }
-
-    /// The exit status of the process, if it has ended; processes that it left running are ended then.
-    pub(crate) fn ended(&mut self) -> Result<Option<ExitStatus>> {
-        const FAILS: &str = "cannot wait for a run";
-        #[cfg(unix)]
-        {
-            use rustix::process::{WaitId, WaitIdOptions, waitid};
-            // Test it before collecting it: until then no other process can have its number, which is also its
-            // group's.
-            let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
-            if waitid(WaitId::Pid(rustix::process::Pid::from_child(&self.leader)), options).context(FAILS)?.is_none() {
-                return Ok(None);
-            }
-            self.kill();
-        }
-        let status = self.leader.try_wait().context(FAILS)?;
-        self.over = status.is_some();
-        Ok(status)
-    }
-
-    /// Ends it and all processes that it has started.
-    pub(crate) fn kill(&mut self) {
-        // Both fail only if there is nothing left to end.
-        #[cfg(unix)]
-        let _ = rustix::process::kill_process_group(
-            rustix::process::Pid::from_child(&self.leader),
-            rustix::process::Signal::KILL,
-        );
-        #[cfg(not(unix))]
-        let _ = self.leader.kill();
-    }
-}
-
-impl Drop for Group {
-    fn drop(&mut self) {
-        if !self.over {
-            self.kill();
-            // It was killed, so this wait is short.
-            let _ = self.leader.wait();
-        }
     }
 }

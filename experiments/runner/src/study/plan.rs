@@ -37,6 +37,9 @@ pub(crate) struct Run {
     /// Names of the options that are axes.
     #[serde(skip)]
     pub(crate) axes: Vec<String>,
+    /// Whether its process is forked ([`super::spec::Spec::fork`]).
+    #[serde(skip)]
+    pub(crate) fork: bool,
 }
 
 fn as_map<S: serde::Serializer>(options: &Options, serializer: S) -> Result<S::Ok, S::Error> {
@@ -95,6 +98,7 @@ pub(crate) fn plan(source: &Source, kind: DeviceKind) -> Result<Vec<Run>> {
                     repeat,
                     position: 0,
                     axes: axes.clone(),
+                    fork: spec.fork,
                 });
             }
             cells += 1;
@@ -121,7 +125,7 @@ fn order(runs: &[Run], seed: u64) -> Vec<usize> {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         rng.set_stream(u64::from(pass));
         indices.shuffle(&mut rng);
-        // Their limits follow from the others.
+        // Limits follow from runs without one.
         indices.sort_by_key(|index| runs[*index].option(LIMIT).is_some());
         out.extend(indices);
     }

@@ -1,5 +1,6 @@
 //! The programs that variants run: their command lines, and checks of their options before a run starts.
 
+use super::inside;
 use super::plan::{self, LIMIT, Run};
 use super::spec::{OptionValue, Program, Setting, Source};
 use crate::repository;
@@ -10,11 +11,12 @@ use std::process::{Command, Stdio};
 use vramlab::{DeviceKind, DeviceName, Selection, backends};
 
 /// The option that names allocators.
-const ALLOC: &str = "alloc";
+pub(super) const ALLOC: &str = "alloc";
 
 /// Program files in the directory of PyTorch's programs.
 const PYTORCH: &str = "baselines/mlp.py";
 const INSIDE: &str = "programs/programs.py";
+const FORK_SERVER: &str = "programs/fork_server.py";
 /// The options in the `--help` of `mlp.py`; none is a switch.
 const PYTORCH_OPTIONS: [&str; 22] = [
     "mode",
@@ -40,13 +42,6 @@ const PYTORCH_OPTIONS: [&str; 22] = [
     "warm-up",
     "step-memory",
 ];
-/// The options of `inside`, switches last. `program` is the first word of `programs.py`; `alloc`, an allocator or `native`,
-/// and `conf`, the text of `PYTORCH_CUDA_ALLOC_CONF`, become variables; the limit follows from other runs.
-const INSIDE_OPTIONS: [&str; 10] =
-    ["program", ALLOC, "conf", LIMIT, "steps", "warm-up", "seed", "while-loading", "history", "small"];
-const INSIDE_SWITCHES: [&str; 2] = ["history", "small"];
-/// PyTorch's own allocator, as an allocator of `inside`.
-const NATIVE: &str = "native";
 /// The options among PyTorch's with the same meaning and values as the trainer's.
 const SHARED_OPTIONS: [&str; 12] =
     ["dtype", "weights", "loss-scale", "dataset", "hidden", "layers", "batch", "epochs", "steps", "lr", "seed", "init"];
@@ -121,6 +116,8 @@ pub(crate) struct CommandLine {
     pub(crate) folder: Option<PathBuf>,
     /// Environment variables; `None`: removed.
     pub(crate) variables: Vec<(String, Option<OsString>)>,
+    /// The program from which the process is forked, if it is.
+    pub(crate) server: Option<PathBuf>,
     pub(crate) output: Output,
 }
 
@@ -168,7 +165,7 @@ fn long_option(program: Program, name: &str) -> Option<clap::Arg> {
 fn is_switch(program: Program, name: &str) -> Option<bool> {
     match program {
         Program::Pytorch => return PYTORCH_OPTIONS.contains(&name).then_some(false),
-        Program::Inside => return INSIDE_OPTIONS.contains(&name).then(|| INSIDE_SWITCHES.contains(&name)),
+        Program::Inside => return inside::OPTIONS.contains(&name).then(|| inside::SWITCHES.contains(&name)),
         _ => {}
     }
     long_option(program, name).map(|found| matches!(found.get_action(), clap::ArgAction::SetTrue))
@@ -227,8 +224,8 @@ fn arguments(run: &Run) -> Vec<String> {
         .map(|(name, value)| (name.as_str(), value.to_string()))
         .collect();
     let mut out = Vec::new();
-    let are_variables = |name: &str| run.program == Program::Inside && [ALLOC, "conf", LIMIT].contains(&name);
-    for (name, value) in run.options.iter().filter(|(name, _)| !are_variables(name)) {
+    let is_variable = |name: &str| run.program == Program::Inside && inside::is_variable(name);
+    for (name, value) in run.options.iter().filter(|(name, _)| !is_variable(name)) {
         if takes_history(run.program) && name == "history" || run.program == Program::Inside && name == "program" {
             out.insert(0, value.to_string());
         } else if run.program == Program::Inside && name == "history" {
@@ -242,28 +239,6 @@ fn arguments(run: &Run) -> Vec<String> {
     if !settings.is_empty() && run.option(ALLOC).is_none() {
         out.push(format!("--{ALLOC}={}", with_settings(Selection::default().name(), &settings)));
     }
-    out
-}
-
-/// The variables of an `inside` run: neither the user's settings of PyTorch's allocator nor another allocator reach it.
-fn variables(run: &Run, pytorch: &Path) -> Vec<(String, Option<OsString>)> {
-    let text = |name: &str| run.option(name).map(ToString::to_string).filter(|text| !text.is_empty());
-    let alloc = text(ALLOC).filter(|alloc| alloc != NATIVE);
-    let inherited = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
-    let mut out: Vec<(String, Option<OsString>)> = inherited
-        .filter(|name| name.starts_with("PYTORCH_") || name.starts_with("VRAMLAB_ALLOC"))
-        .map(|name| (name, None))
-        .collect();
-    // The package, and before it the start hook, which puts the allocator into PyTorch.
-    let package = pytorch.join("../../app/python/src");
-    let mut paths = vec![package.clone()];
-    paths.extend(std::env::var_os("PYTHONPATH").iter().flat_map(std::env::split_paths));
-    if alloc.is_some() {
-        paths.insert(0, package.join("vramlab/_site"));
-    }
-    out.extend(std::env::join_paths(paths).ok().map(|paths| ("PYTHONPATH".to_owned(), Some(paths))));
-    out.extend(text("conf").map(|conf| ("PYTORCH_CUDA_ALLOC_CONF".to_owned(), Some(conf.into()))));
-    out.extend(alloc.map(|alloc| ("VRAMLAB_ALLOC".to_owned(), Some(alloc.into()))));
     out
 }
 
@@ -290,7 +265,7 @@ pub(crate) fn command_line(
         }
     };
     let variables = match (run.program, &inputs.pytorch) {
-        (Program::Inside, Some(pytorch)) => variables(run, pytorch),
+        (Program::Inside, Some(pytorch)) => inside::variables(run, pytorch),
         _ => Vec::new(),
     };
     words.extend(arguments(run).iter().map(|option| same(option)));
@@ -318,6 +293,7 @@ pub(crate) fn command_line(
         arguments: arguments.into_iter().map(OsString::from).collect(),
         shown: shown_variables(&variables).chain(first.map(str::to_owned)).chain(of_readers).collect(),
         folder: takes_history(run.program).then(|| inputs.histories.clone()),
+        server: inputs.pytorch.as_ref().filter(|_| run.fork).map(|folder| folder.join(FORK_SERVER)),
         variables,
         output,
     })
@@ -365,9 +341,7 @@ pub(crate) fn check(source: &Source, kind: DeviceKind, histories: Option<&Path>)
         if takes_history(run.program) && run.option("history").is_none() {
             return Err(source.at_key("program", format!("{} needs the option 'history'", run.program.name())));
         }
-        if run.program == Program::Inside && run.option("program").is_none() {
-            return Err(source.at_key("program", "inside needs the option 'program', a name in programs.py"));
-        }
+        inside::check_run(run).map_err(|(key, message)| source.at_key(key, message))?;
         if run.option(LIMIT).is_some() && source.spec.limits_of.is_none() {
             return Err(source.at_key(LIMIT, "limits_of = \"ARM\" names the arm whose active memory it multiplies"));
         }
@@ -431,7 +405,7 @@ fn check_setting(source: &Source, program: Program, setting: &Setting, histories
     let known = is_switch(program, name);
     let options: Option<&[&str]> = match program {
         Program::Pytorch => Some(&PYTORCH_OPTIONS),
-        Program::Inside => Some(&INSIDE_OPTIONS),
+        Program::Inside => Some(&inside::OPTIONS),
         _ => None,
     };
     if let Some(options) = options.filter(|_| known.is_none()) {
@@ -439,7 +413,7 @@ fn check_setting(source: &Source, program: Program, setting: &Setting, histories
     }
     for value in &setting.values {
         if program == Program::Inside {
-            check_inside(name, value).or_else(here)?;
+            inside::check(name, value).or_else(here)?;
         }
         let text = argument(program, name, value);
         if known == Some(true) && !matches!(value, OptionValue::Switch(_)) {
@@ -460,24 +434,6 @@ fn check_setting(source: &Source, program: Program, setting: &Setting, histories
         return here(format!("--{name} is not an option of {}; write its whole name", program.name()));
     }
     Ok(())
-}
-
-/// Checks a value of an option of `inside`; its names of programs are Python's.
-fn check_inside(name: &str, value: &OptionValue) -> std::result::Result<(), String> {
-    let text = value.to_string();
-    match name {
-        ALLOC if text != NATIVE => text.parse::<Selection>().map(drop).map_err(|error| error.to_string()),
-        LIMIT if !matches!(value, OptionValue::Number(times) if (0.1..=100.0).contains(times)) => {
-            Err(format!("{LIMIT} must be a number from 0.1 to 100, such as 1.15, found {text}"))
-        }
-        "program" | "while-loading" if text.is_empty() || text.starts_with('-') => {
-            Err(format!("{name} must be a word, found '{text}'"))
-        }
-        "steps" | "warm-up" | "seed" if !matches!(value, OptionValue::Integer(0..)) => {
-            Err(format!("--{name} must be a count, found {text}"))
-        }
-        _ => Ok(()),
-    }
 }
 
 /// Whether a message is about an option other than the one of this name.
@@ -536,9 +492,9 @@ mod tests {
     #[test]
     fn the_options_of_pytorch_are_those_of_its_program() {
         let read = |name: &str| std::fs::read_to_string(repository::find("pytorch").unwrap().join(name)).unwrap();
-        let inside = read(INSIDE);
-        for option in INSIDE_OPTIONS.iter().filter(|option| !["program", ALLOC, "conf", LIMIT].contains(option)) {
-            assert!(inside.contains(&format!("\"--{option}\"")), "{INSIDE} has no --{option}");
+        let text = read(INSIDE);
+        for option in inside::OPTIONS.iter().filter(|option| **option != "program" && !inside::is_variable(option)) {
+            assert!(text.contains(&format!("\"--{option}\"")), "{INSIDE} has no --{option}");
         }
         let text = read(PYTORCH);
         for option in PYTORCH_OPTIONS.iter().chain(["device", "out", "start"].iter()) {

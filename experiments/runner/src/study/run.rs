@@ -1,6 +1,8 @@
 //! `experiments run`: makes the runs of specs, and resumes where it stopped.
 
 use super::execute::{Experiment, Interrupted};
+#[cfg(unix)]
+use super::forks::Forks;
 use super::lock::{Lock, lock};
 use super::plan::{plan_on, share};
 use super::programs::{self, Inputs};
@@ -37,7 +39,8 @@ pub(crate) struct RunArgs {
     /// directories merge by copying them together
     #[arg(long, value_name = "K/N")]
     shard: Option<Shard>,
-    /// Number of parallel runs, on the simulated GPU only; runs that measure real time still run alone
+    /// Number of parallel runs, on the simulated GPU or of specs with `concurrent`; runs that measure real time still
+    /// run alone
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=256))]
     jobs: u16,
     /// Start no run that would end later, as far as finished runs show; exit code 4 if runs are left
@@ -88,13 +91,18 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
     // Check all specs before the first run: an error in the last should not appear after an hour.
     let planned = sources.into_iter().map(|source| prepare(source, &device, &inputs, &out, args.again));
     let planned = planned.collect::<Result<Vec<Planned>>>()?;
+    if let Some(turns) = planned.iter().find(|planned| args.shard.is_some() && planned.source.spec.turns.is_some()) {
+        bail!("--shard: the runs of {} take turns; leave it out", turns.source.spec.name);
+    }
     if args.dry_run {
         return dry_run(&planned, &device, &inputs, args);
     }
     if device.kind() == DeviceKind::Cuda {
-        if args.jobs > 1 {
+        if let Some(timed) = planned.iter().find(|planned| args.jobs > 1 && !planned.source.spec.concurrent) {
             bail!(
-                "--jobs is for the simulated GPU: runs that share a GPU would change each other's times; leave it out"
+                "--jobs on a GPU is for specs with concurrent = true: runs of {} that share a GPU would change each \
+                 other's times; leave it out",
+                timed.source.spec.name
             );
         }
         // Report this once, instead of in every run.
@@ -122,6 +130,8 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
             jobs: usize::from(args.jobs),
             deadline: args.budget.and_then(|budget| began.checked_add(Duration::from_secs(budget))),
             signals: &signals,
+            #[cfg(unix)]
+            forks: Forks::default(),
         };
         let WorkReport { cells, failures, late: more } =
             work(&experiment, args.again).map_err(|error| interrupted(error, planned, &signals))?;

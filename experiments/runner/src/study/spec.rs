@@ -78,6 +78,16 @@ impl Overrides {
     }
 }
 
+/// Turns that the runs of a repeat take.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Turns {
+    /// Number of rounds.
+    pub(crate) rounds: u32,
+    /// Requests of a round: at each one every process has one turn, in a new random order.
+    pub(crate) requests: Vec<u64>,
+}
+
 /// A program with its options, crossed with the spec's matrix and its own.
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
@@ -131,6 +141,20 @@ pub(crate) struct Spec {
     /// their median peak of active memory times its value. Those runs come first.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) limits_of: Option<String>,
+    /// Whether runs of `inside` are forked from a process that has imported PyTorch, which saves the imports. There is one
+    /// such process for each environment: PyTorch reads `conf` when it is imported.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub(crate) fork: bool,
+    /// Whether runs may share a GPU (`--jobs`): their times do not count.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub(crate) concurrent: bool,
+    /// Limit on the seconds of a run, which is ended then and has failed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) timeout_s: Option<u32>,
+    /// The runs of a repeat, all of `inside`, run at the same time and take turns. A repeat with a missing run is made
+    /// anew.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) turns: Option<Turns>,
     /// The program's long options with one value each, for every variant; a switch is `true`. Settings of allocators,
     /// written with `-` or `_`, are appended to the names in `--alloc` that support them.
     #[serde(default)]
@@ -155,6 +179,11 @@ fn three() -> u32 {
 
 fn one() -> u64 {
     1
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
+fn is_false(value: &bool) -> bool {
+    !value
 }
 
 fn usual_files() -> Vec<String> {
@@ -189,9 +218,12 @@ impl Source {
         anyhow!("{}:{}: {message}", self.path.display(), line_of(&self.text, offset))
     }
 
-    /// A message about the first line that begins with a key; line 1 if there is none.
+    /// A message about the first line that begins with a key or with a table of that name; line 1 if there is none.
     pub(crate) fn at_key(&self, key: &str, message: impl fmt::Display) -> anyhow::Error {
-        let begins = |line: &str| line.trim_start().strip_prefix(key).is_some_and(|rest| rest.trim().starts_with('='));
+        let begins = |line: &str| {
+            let rest = line.trim_start().trim_start_matches('[').strip_prefix(key);
+            rest.is_some_and(|rest| rest.trim_start().starts_with(['=', ']']))
+        };
         let offset: usize = self.text.split_inclusive('\n').take_while(|line| !begins(line)).map(str::len).sum();
         self.at(if offset == self.text.len() { 0 } else { offset }, message)
     }
@@ -244,6 +276,21 @@ impl Source {
         }
         if let Some(name) = spec.limits_of.as_ref().filter(|name| !names.contains(name.as_str())) {
             return Err(self.at_key("limits_of", format!("no arm is called '{name}'")));
+        }
+        let is_inside = !spec.arms.is_empty() && spec.arms.iter().all(|arm| arm.program == Program::Inside);
+        for (key, given) in [("fork", spec.fork), ("turns", spec.turns.is_some())] {
+            if given && !is_inside {
+                return Err(self.at_key(key, format!("'{key}' is for specs whose arms all run 'inside'")));
+            }
+        }
+        if spec.fork && spec.turns.is_some() {
+            return Err(self.at_key("fork", "runs that take turns cannot be forked; keep one of 'fork' and 'turns'"));
+        }
+        if spec.turns.as_ref().is_some_and(|turns| turns.rounds == 0 || turns.requests.is_empty()) {
+            return Err(self.at_key("turns", "'turns' needs at least one round and one request"));
+        }
+        if spec.timeout_s == Some(0) {
+            return Err(self.at_key("timeout_s", "timeout_s is at least 1"));
         }
         for kind in [DeviceKind::Cuda, DeviceKind::Sim] {
             // Before any of them is built: the product of a few dozen axes exceeds any memory.

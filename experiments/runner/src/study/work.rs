@@ -8,10 +8,12 @@ use super::record::{
     EXPERIMENT, ExperimentRecord, Planned, RUNS, RunStatus, SCHEMA_VERSION, provenance, read_json, remove, write_json,
 };
 use super::report::{self, Cell};
-use super::spec::{Program, Spec};
+use super::spec::{Program, Spec, Turns};
+use super::turns;
 use anyhow::{Context, Result, bail};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
+use std::sync::mpsc::channel;
 use std::sync::{Mutex, PoisonError};
 use terminal::{Bar, say};
 use trainer::provenance::now;
@@ -104,7 +106,13 @@ pub(super) fn work(experiment: &Experiment<'_>, again: bool) -> Result<WorkRepor
         say(&format!("note: {}: {} runs of PyTorch are skipped: {reason}", spec.name, skipped.len()));
         left = others;
     }
+    if spec.turns.is_some() {
+        // They are compared within a repeat.
+        let repeats: BTreeSet<u32> = left.iter().map(|run| run.repeat).collect();
+        left = mine.iter().copied().filter(|run| repeats.contains(&run.repeat)).collect();
+    }
     make_starts(spec, experiment, &mut left, &mut failures)?;
+    experiment.prepare(&left)?;
     warm_up(spec, experiment, &left, device.kind())?;
     let bar = Bar::new(mine.len() as u64, "{prefix} {bar:20} run {pos}/{len} {wide_msg} [{elapsed} left {eta}]");
     bar.prefix(&spec.name);
@@ -121,8 +129,9 @@ pub(super) fn work(experiment: &Experiment<'_>, again: bool) -> Result<WorkRepor
 }
 
 /// Whether a run measures real time, which parallel runs would change.
-fn is_timed(run: &Run) -> bool {
+fn is_timed(spec: &Spec, run: &Run) -> bool {
     match run.program {
+        _ if spec.concurrent => false,
         Program::Bench | Program::Pytorch | Program::Inside => true,
         // Their times are simulated; the record contains the number of parallel runs for the few that are not.
         Program::Trainer | Program::Replay | Program::Capacity => false,
@@ -132,9 +141,16 @@ fn is_timed(run: &Run) -> bool {
 /// Makes the runs in order, up to `jobs` in parallel, and then those that need the machine for themselves.
 fn all(experiment: &Experiment<'_>, spec: &Spec, left: &[&Run], bar: &Bar, late: &AtomicUsize) -> Result<Failures> {
     let jobs = experiment.jobs;
-    let (alone, together): (Vec<&Run>, Vec<&Run>) = left.iter().partition(|run| jobs == 1 || is_timed(run));
-    let mut failures = at_once(experiment, spec, &together, jobs, bar, late)?;
-    failures.extend(at_once(experiment, spec, &alone, 1, bar, late)?);
+    let mut failures = Vec::new();
+    if let Some(turns) = &spec.turns {
+        for repeat in left.chunk_by(|first, second| first.repeat == second.repeat) {
+            failures.extend(in_turn(experiment, turns, repeat, bar, late)?);
+        }
+    } else {
+        let (alone, together): (Vec<&Run>, Vec<&Run>) = left.iter().partition(|run| jobs == 1 || is_timed(spec, run));
+        failures.extend(at_once(experiment, spec, &together, jobs, bar, late)?);
+        failures.extend(at_once(experiment, spec, &alone, 1, bar, late)?);
+    }
     failures.sort();
     Ok(failures.into_iter().map(|(_, id, error)| (format!("{}/{id}", spec.name), error)).collect())
 }
@@ -160,7 +176,7 @@ fn at_once(
                 continue;
             }
             let start = start_of(spec, run).map(|(name, _)| name);
-            match experiment.run(run, start.as_deref()) {
+            match experiment.run(run, start.as_deref(), None) {
                 Ok((_, None)) => {}
                 Ok((_, Some(error))) => {
                     failed.lock().unwrap_or_else(PoisonError::into_inner).push((run.position, run.id.clone(), error))
@@ -185,6 +201,44 @@ fn at_once(
         ended.collect::<Vec<Result<()>>>().into_iter().collect::<Result<()>>()
     })?;
     Ok(failed.into_inner().unwrap_or_else(PoisonError::into_inner))
+}
+
+/// Makes the runs of a repeat at the same time, which take turns; returns index, name and error of the failed ones.
+fn in_turn(
+    experiment: &Experiment<'_>,
+    turns: &Turns,
+    runs: &[&Run],
+    bar: &Bar,
+    late: &AtomicUsize,
+) -> Result<Vec<(usize, String, String)>> {
+    if runs.iter().any(|run| experiment.is_late(run)) {
+        late.fetch_add(runs.len(), SeqCst);
+        return Ok(Vec::new());
+    }
+    // A killed runner must not leave runs of two attempts.
+    runs.iter().try_for_each(|run| remove(&experiment.planned.run_folder(run)))?;
+    let (sender, pipes) = channel();
+    let outcomes = std::thread::scope(|scope| {
+        // A process ends with the thread that started it, so each thread waits for its own.
+        let start = |run| {
+            let sender = sender.clone();
+            scope.spawn(move || experiment.run(run, None, Some(sender)))
+        };
+        let workers: Vec<_> = runs.iter().copied().map(start).collect();
+        drop(sender);
+        let repeat = runs.first().map_or(0, |run| u64::from(run.repeat));
+        turns::take(turns, experiment.planned.source.spec.seed.wrapping_add(repeat), pipes);
+        let ended = workers.into_iter().map(|worker| {
+            bar.advance(1);
+            worker.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        });
+        ended.collect::<Vec<_>>()
+    });
+    let mut failed = Vec::new();
+    for (run, outcome) in runs.iter().zip(outcomes) {
+        failed.extend(outcome?.1.map(|error| (run.position, run.id.clone(), error)));
+    }
+    Ok(failed)
 }
 
 /// Writes `experiment.json` if the experiment is new.
