@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import write_experiment
 from vramlab_analysis import inside
 from vramlab_analysis.errors import AnalysisError
 
@@ -71,3 +72,49 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
     path = file(tmp_path / "a.jsonl", {"kind": "machine"}, {"id": "of something else"})
     with pytest.raises(AnalysisError, match=r"a\.jsonl: line 2"):
         inside.load(path)
+
+
+def test_an_experiment_has_the_runs_of_an_older_record(tmp_path: Path) -> None:
+    folder = write_experiment(tmp_path / "inside-steps", [], name="inside-steps")
+    planned = [("gpt2", "native", 0, "done"), ("varying", "remap", 1, "done"), ("gpt2", "bfc", 0, "failed")]
+    for number, (program, arm, repeat, status) in enumerate(planned):
+        path = folder / "runs" / f"{number:02}"
+        path.mkdir(parents=True)
+        meta = {"schema_version": 1, "id": path.name, "arm": "main", "program": "inside", "repeat": repeat,
+                "status": status, "error": "no luck", "started_at": f"2026-12-01T00:00:0{number}Z",
+                "options": {"program": program, "alloc": arm}, "provenance": machine("one")["provenance"]}  # fmt: skip
+        (path / "run.json").write_text(json.dumps(meta))
+        if status == "done":
+            (path / "result.json").write_text(
+                json.dumps({"gpu": "NVIDIA H100", "torch": "2.11", "oom": None, "ms": 5.0})
+            )
+    runs = inside.load(folder)
+    assert [(one["part"], one["id"], one["status"]) for one in runs.runs] == [
+        ("timed", "timed gpt2 native #0", "ok"),
+        ("passes", "passes varying remap #1", "ok"),
+        ("timed", "timed gpt2 bfc #0", "failed"),
+    ]
+    assert len(runs.machines) == 1
+    assert {one["session"][0] for one in runs.runs} == {"NVIDIA H100"}
+
+
+def test_a_limit_of_an_experiment_is_a_point_of_a_curve(tmp_path: Path) -> None:
+    folder = write_experiment(tmp_path / "inside-limits", [], name="inside-limits")
+    for number, (limit, oom) in enumerate(((1.2, None), (1.0, "out of memory"))):
+        path = folder / "runs" / f"{number:02}"
+        path.mkdir(parents=True)
+        meta = {"schema_version": 1, "id": path.name, "arm": "main", "program": "inside", "repeat": 0, "status": "done",
+                "options": {"program": "gpt2", "alloc": "remap", "limit-over-active": limit},
+                "started_at": "2026-12-01T00:00:00Z", "provenance": {}}  # fmt: skip
+        (path / "run.json").write_text(json.dumps(meta))
+        result: dict[str, Any] = {
+            "gpu": "NVIDIA H100",
+            "torch": "2.11",
+            "oom": oom,
+            "ms": 5.0,
+            "limit": 100,
+            "stats": {},
+        }
+        (path / "result.json").write_text(json.dumps(result))
+    runs = inside.load(folder)
+    assert inside.curve(runs, "gpt2", "remap") == [inside.Point(1.0, None), inside.Point(1.2, 5.0)]

@@ -35,10 +35,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import catalogue
-from campaign import choice, compile_shim, machine
-from processes import HERE, NATIVE, PACKAGE, environment, start_hook
+from environment import HERE, NATIVE, PACKAGE, choice, compile_shim, environment, last_line, machine
 
-sys.path[:0] = [str(HERE / "baselines"), str(HERE.parents[1] / "analysis" / "src")]
+sys.path.insert(0, str(HERE.parents[1] / "analysis" / "src"))
 from run_record import whole_lines
 
 # Imports only Python's standard library: runs are judged here as in the table.
@@ -70,7 +69,7 @@ def allocators():
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment("native"))
     if found.returncode:
-        raise SystemExit(f"error: no allocators: {(found.stderr.strip().splitlines() or ['no reason given'])[-1]}")
+        raise SystemExit(f"error: no allocators: {last_line(found.stderr)}")
     return [name for name, can in json.loads(found.stdout).items() if set(can) >= CLAIMS]
 
 
@@ -173,7 +172,7 @@ def kernel_view(pid):
 class Running:
     """A run in progress; `gpus` are its GPUs, empty if the program chooses."""
 
-    def __init__(self, job, options, folder, hook, ports, gpus=()):
+    def __init__(self, job, options, folder, ports, gpus=()):
         self.job, self.folder, self.gpus = job, folder, gpus
         folder.mkdir()
         self.log = folder / "log"
@@ -184,7 +183,7 @@ class Running:
             command = [sys.executable, launcher, str(job.program.ranks), str(free_port(ports)), job.program.name]
         if options.device == "cpu":
             command += ["--device", "cpu"]
-        variables = environment(job.allocator, None if job.recorded else hook)
+        variables = environment(job.allocator, hook=not job.recorded)
         # A process that hangs prints its stacks on request.
         variables["PYTHONFAULTHANDLER"] = "1"
         # A trainer uses all visible GPUs. Keep the user's own selection.
@@ -341,7 +340,7 @@ class Acceptance:
 
     def run(self, jobs, folder, file, room, gpus=1):
         """Starts the jobs in order, as soon as the GPUs have room."""
-        hook, running, waiting, number = start_hook(folder), [], list(jobs), 0
+        running, waiting, number = [], list(jobs), 0
         try:
             while waiting or running:
                 for run in list(running):
@@ -359,7 +358,7 @@ class Acceptance:
                     if self.should_run(job):
                         number += 1
                         place = folder / f"{number:05}"
-                        running.append(Running(job, self.options, place, hook, self.ports, chosen))
+                        running.append(Running(job, self.options, place, self.ports, chosen))
                 if running and self.remaining_s() < -GRACE_S:
                     print(f"the budget has ended; {len(running)} runs are ended and not kept", flush=True)
                     self.skipped += len(running)

@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from processes import HERE, PACKAGE
+from environment import HERE, PACKAGE
 
 ARMS = ("plain", "own", "own-none", "pytorch-alloc", "pytorch-none", "pytorch-all")
 

@@ -22,7 +22,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from processes import HERE, environment, start_hook
+from environment import HERE, environment
 
 FOUND = 9
 # Allocator, whether it reports its blocks, and whether the program writes out of bounds: then the checker must report the error,
@@ -89,13 +89,12 @@ def main():
     checker = sanitizer()
     options.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="sanitize-") as folder:
-        hook = start_hook(folder)
         runs = []
         for arm, notified, beyond in CASES:
             command = [sys.executable, str(HERE / "programs" / "overrun.py"), *([] if beyond else ["--inside"])]
             own = {"VRAMLAB_NVTX_MEMORY": "on" if notified else "off"}
             name = f"{arm}-{'on' if notified else 'off'}-{'beyond' if beyond else 'inside'}"
-            runs.append((name, command, environment(arm, hook) | own, notified and beyond and arm not in EXPANDABLE))
+            runs.append((name, command, environment(arm) | own, notified and beyond and arm not in EXPANDABLE))
         if options.overrun:
             for arm, notified, beyond in CASES[1:]:
                 words = [arm, *([] if notified else ["--nvtx-memory", "off"]), *([] if beyond else ["--inside"])]

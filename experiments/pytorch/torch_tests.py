@@ -27,7 +27,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from processes import NATIVE, environment, start_hook
+from environment import NATIVE, environment, last_line
 
 # Per file, the classes that test memory, streams, graphs and pools.
 FILES = {
@@ -137,7 +137,7 @@ class Tests:
     """The pieces, and the results of each test."""
 
     def __init__(self, options, folder):
-        self.options, self.folder, self.hook = options, Path(folder), start_hook(folder)
+        self.options, self.folder = options, Path(folder)
         self.began, self.count = time.monotonic(), 0
         self.found, self.cut = {}, False
         for file in options.resume:
@@ -175,7 +175,7 @@ class Tests:
         with open(piece.log, "wb") as log:
             piece.process = subprocess.Popen(
                 command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=self.folder,
-                env=environment(piece.arm, self.hook) | own, start_new_session=True,
+                env=environment(piece.arm) | own, start_new_session=True,
             )  # fmt: skip
         piece.began = time.monotonic()
         return piece
@@ -296,7 +296,7 @@ class Tests:
         for module, (output, process) in loading.items():
             _, errors = process.communicate()
             if process.returncode:
-                raise SystemExit(f"error: {module} cannot be loaded: {(errors.strip().splitlines() or ['no reason given'])[-1]}")
+                raise SystemExit(f"error: {module} cannot be loaded: {last_line(errors)}")
             names += [json.loads(line)["test"] for line in output.read_text().splitlines()]
         only = self.options.only
         return [

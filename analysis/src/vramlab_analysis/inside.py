@@ -1,7 +1,7 @@
-"""Runs of PyTorch programs under its own allocators and ours, measured by `experiments/pytorch/campaign.py`.
+"""Runs of PyTorch programs under its own allocators and ours, recorded by the specs `inside-*`.
 
-A file is JSON lines, compressed with xz: facts of the machine, then one record per run. Several calls of the campaign
-may have written it, each with a line of the machine.
+Older records are files of JSON lines, compressed with xz: facts of the machine, then one record per run. Several calls
+of one campaign may have written a file, each with a line of the machine.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from vramlab_analysis import repository, style
+from vramlab_analysis import experiments, repository, style
 from vramlab_analysis.errors import AnalysisError, parse_json, read_bytes
+from vramlab_analysis.experiments import Entry
 
 MIB = 2**20
 # Every allocator in the order of figures and tables, PyTorch's own first, with its colour and marker.
@@ -43,6 +44,14 @@ PROGRAMS = {
     "gnn": "random subgraphs",
     "graphed": "CUDA graph by hand",
     "compiled": "torch.compile",
+}
+# The specs with their parts in older records.
+PARTS = {
+    "inside-start": "smoke",
+    "inside-calls": "empty",
+    "inside-steps": "timed",
+    "inside-limits": "curve",
+    "inside-memory": "memory",
 }
 
 
@@ -105,12 +114,55 @@ def driver(machine: dict[str, Any]) -> str:
 
 
 def files() -> list[Path]:
-    """Recorded campaigns, the newest last."""
-    return repository.listing().files("inside.jsonl")
+    """Recorded runs, the newest last: older files, then experiments."""
+    return [*repository.listing().files("inside.jsonl"), *(path for spec in PARTS for path in experiments.kept(spec))]
+
+
+def _lines(path: Path) -> Iterable[tuple[str, Any]]:
+    """The records of a file or of an experiment, each with its place; a machine's come after its own."""
+    if not path.is_dir():
+        for number, line in enumerate(read_bytes(path).splitlines(), 1):
+            yield f"{path}: line {number}", parse_json(line, f"{path}: line {number}")
+        return
+    experiment = experiments.load_experiment(path)
+    part, last = PARTS[experiment.name], None
+    for entry in sorted(experiment.runs, key=lambda entry: str(entry.meta["started_at"])):
+        if entry.done and (machine := _machine(entry)) != last:
+            last = machine
+            yield str(path), machine
+        yield str(entry.path), _run(entry, part)
+
+
+def _machine(entry: Entry) -> dict[str, Any]:
+    """The machine of a run and its software, on the day of the run."""
+    result, origin = entry.result, entry.meta["provenance"]
+    return {
+        "kind": "machine",
+        "at": entry.meta["started_at"][:10],
+        "gpu": result.get("gpu"),
+        "torch": result["torch"],
+        "driver": origin.get("driver_release"),
+        "build": origin.get("git_commit", "unknown"),
+        "provenance": origin,
+    }
+
+
+def _run(entry: Entry, part: str) -> dict[str, Any]:
+    """A run of an experiment as in older records."""
+    options = entry.options
+    program, arm, limit = options["program"], options["alloc"], options.get("limit-over-active")
+    part = "latency" if options.get("latency") else "passes" if (part, program) == ("timed", "varying") else part
+    within = {"over_active": limit} if limit else {}
+    named = {"part": part, "program": program, "arm": arm, "repeat": entry.meta["repeat"], **within}
+    named["id"] = f"{part} {program} {arm}{f' at {limit:g}' if limit else ''} #{entry.meta['repeat']}"
+    if not entry.done:
+        return named | {"status": "failed", "log": entry.meta["error"]}
+    result: dict[str, Any] = entry.result
+    return result | named | {"status": "oom" if result["oom"] else "ok"}
 
 
 def load(*paths: Path) -> Runs:
-    """The runs of some files, the newest last, or of all that are recorded.
+    """The runs of some files and experiments, the newest last, or of all that are recorded.
 
     Each run has the number of its `call` (an index of `machines`), its `session` and its `build`. Of runs
     that a session repeated, the last counts.
@@ -122,8 +174,7 @@ def load(*paths: Path) -> Runs:
     for path in paths or files():
         call: int | None = None
         session: tuple[Any, ...] = (str(path),)
-        for number, line in enumerate(read_bytes(path).splitlines(), 1):
-            one = parse_json(line, f"{path}: line {number}")
+        for place, one in _lines(path):
             if isinstance(one, dict) and one.get("kind") == "machine":
                 call = len(found.machines)
                 found.machines.append(one)
@@ -133,7 +184,7 @@ def load(*paths: Path) -> Runs:
                 by_id.pop((session, one["id"]), None)
                 by_id[session, one["id"]] = one | {"build": build, "call": call, "session": session}
             else:
-                raise AnalysisError(f"{path}: line {number}: not a run of a campaign.")
+                raise AnalysisError(f"{place}: not a run of a campaign.")
     found.every = list(by_id.values())
     newest = {(run["part"], run["program"], run["arm"]): run["session"] for run in found.every}
     found.runs = [run for run in found.every if newest[run["part"], run["program"], run["arm"]] == run["session"]]

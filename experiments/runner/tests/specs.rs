@@ -176,6 +176,11 @@ fn the_specs_of_the_study_are_listed_and_can_be_planned() {
         "rules",
         "stories",
         "inside-histories",
+        "inside-start",
+        "inside-calls",
+        "inside-steps",
+        "inside-limits",
+        "inside-memory",
     ] {
         assert!(names.contains(&name), "{name} is missing: {names:?}");
     }

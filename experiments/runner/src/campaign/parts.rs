@@ -43,9 +43,6 @@ pub(super) struct Part {
     pub(super) command: Vec<String>,
     /// File for its output, in the campaign's directory.
     pub(super) stdout: Option<String>,
-    /// Additional words, once the first record exists.
-    #[serde(default)]
-    pub(super) resume: Vec<String>,
     /// Pages that quote its records.
     pub(super) documents: Vec<String>,
     #[serde(rename = "record")]
@@ -163,10 +160,11 @@ impl Part {
                 // Budget in whole seconds, which every program can parse.
                 .replace("{budget}", &format!("{:.0}", budget_s.floor()))
         };
-        let begun = self.records.first().is_some_and(|record| out.join(&record.made).exists());
-        let more = if begun { self.resume.as_slice() } else { &[] };
         let specs: Vec<String> = self.records.iter().flat_map(|record| record.specs.clone()).collect();
-        let words = self.command.iter().chain(more);
-        Ok(words.flat_map(|word| if word == "{specs}" { specs.clone() } else { vec![fill(word)] }).collect())
+        Ok(self
+            .command
+            .iter()
+            .flat_map(|word| if word == "{specs}" { specs.clone() } else { vec![fill(word)] })
+            .collect())
     }
 }
