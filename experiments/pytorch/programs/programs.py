@@ -22,6 +22,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1] / "baselines")]
 
 import measure
+import recorded_steps
 import torch
 from history_workloads import Gpt
 from load_serve import SMALL, load_serve
@@ -222,6 +223,17 @@ def gnn(device, seed, *, nodes=800_000, width=128, hidden=256, classes=47, least
     return step
 
 
+def events(device, seed, *, requests=1000):
+    """A loop that only allocates, whose steps are bound by the host."""
+    kept = []
+
+    def step(number):
+        for _ in range(requests):
+            kept[:] = [torch.empty(4096, device=device)]
+
+    return step
+
+
 def compiled(device, seed, *, mode="reduce-overhead", layers=4, **size):
     """A smaller GPT-2 under torch.compile with CUDA graphs; evaluation in between, so that several graphs share a pool."""
     _, optimizer, texts, loss_of = language_model(device, seed, compiled=mode, layers=layers, **size)
@@ -289,6 +301,7 @@ PROGRAMS = {
     "generate": (generate, TINY | {"rows": (2, 3), "prompts": (3, 8), "tokens": (2, 4)}, 0, 16),
     "gnn": (gnn, {"nodes": 500, "width": 8, "hidden": 8, "classes": 3, "least": 20, "most": 60, "edges": 5}, 0, 80),
     "compiled": (compiled, TINY | {"batch": 2, "length": 32, "mode": "default"}, 8, 20),
+    "events": (events, {"requests": 10}, 0, 20),
     "graphed": (graphed, TINY | {"batch": 2, "length": 32}, 3, 20),
 }
 
@@ -353,10 +366,14 @@ def measured(name, options):
     more = {}
     if options.while_loading:
         record["while_loading"] = more["while_loading"] = options.while_loading
+    recording = recorded_steps.begin(torch, options.recorder) if options.recorder else None
     try:
         step = prepare(name, device, options.seed, options.small, **more)
     except torch.OutOfMemoryError as error:
         yield record | {"oom": str(error).splitlines()[0], "steps": 0, "losses": []} | measure.memory(torch, {})
+        return
+    if options.recorder:
+        yield record | {"oom": None} | recorded_steps.measure(torch, step, recording, requests())
         return
     for repeat in range(options.repeats):
         one = record | ({"repeat": repeat} if options.repeats > 1 else {})
@@ -390,6 +407,9 @@ def parser():
     )
     parser.add_argument("--latency", action="store_true", help="time each call of VramLab's allocator")
     parser.add_argument("--history", metavar="FILE", help="record all events and write them, compressed with xz")
+    parser.add_argument(
+        "--recorder", choices=recorded_steps.RECORDERS, help="record, and time the steps that its input requests in turns"
+    )
     parser.add_argument("--device", default="cuda", help="cuda or cpu (default: cuda)")
     parser.add_argument("--small", action="store_true", help="a small version of the program")
     parser.add_argument("--output", metavar="FILE", help="append the lines to a file (default: print them)")

@@ -1,81 +1,51 @@
-"""Runs steps of a program while it is recorded by a given recorder, a few at a time: see `recording_costs.py`.
+"""Times the steps of a program while it is recorded, a few per request of the runner: `--recorder` of programs.py.
 
-    python programs/recorded_steps.py PROGRAM ARM FOLDER
-
-Reads a number of steps per line and answers with the milliseconds per step. ARM is `plain`, `own`, `own-none`,
-`pytorch-alloc`, `pytorch-all` or `pytorch-none`: the recorder, and the events with frames.
+Recorders: `none`; `own`, VramLab's, and `own-none` without stack frames; `pytorch-alloc`, `pytorch-all` and `pytorch-none`,
+PyTorch's history with frames of these events.
 """
 
-import json
 import os
-import sys
+import statistics
 import time
 from pathlib import Path
 
-import programs
-import torch
-
+RECORDERS = ("none", "own", "own-none", "pytorch-alloc", "pytorch-none", "pytorch-all")
 WARM_UP = 20
-# As large as in the measurements of allocators, except for the host-bound program.
-SIZES = {"resnet50": {"batch": 32}}
+# Below a run's directory, whose recordings are removed at its end.
+FILE = Path("record") / "recording.pickle"
 
 
-def recording(arm, folder):
-    """Starts the arm's recording; returns the object that ends it, or None."""
-    recorder, _, frames = arm.partition("-")
-    if recorder == "plain":
-        return None
+def begin(torch, name):
+    """Starts recording; returns VramLab's recording, or None."""
+    recorder, _, frames = name.partition("-")
     if recorder == "pytorch":
         context = None if frames == "none" else frames
         torch.cuda.memory._record_memory_history("all", context=context, stacks="python", max_entries=500_000)
+    if recorder != "own":
         return None
     from vramlab import _record
 
-    return _record.Recording(Path(folder) / f"{arm}.pickle", frames or "alloc")
+    FILE.parent.mkdir(exist_ok=True)
+    return _record.Recording(FILE, frames or "alloc")
 
 
-def events():
-    """Steps of a loop that allocates: two events per request, and three with its free."""
-    kept = []
-
-    def step(number):
-        for _ in range(1000):
-            kept[:] = [torch.empty(4096, device="cuda")]
-
-    return step
-
-
-def main():
-    """Answers until the input ends."""
-    name, arm, folder = sys.argv[1:]
-    torch.cuda.init()
-    torch.manual_seed(1)
-    began = recording(arm, folder)
-    if name == "events":
-        step = events()
-    else:
-        step = programs.PROGRAMS[name][0](torch.device("cuda"), 1, **SIZES.get(name, {}))
+def measure(torch, step, recording, requests):
+    """Milliseconds per step at each request, which has a number of steps, and the cost of ending the recording."""
     for number in range(WARM_UP):
         step(number)
     torch.cuda.synchronize()
-    report = {"ready": torch.__version__, "python": sys.version.split()[0], "gpu": torch.cuda.get_device_name()}
-    print(json.dumps(report), flush=True)
-    for line in sys.stdin:
-        steps = int(line)
-        start = time.perf_counter()
+    record = {"turn_ms": []}
+    for steps in requests:
+        began = time.perf_counter()
         for number in range(steps):
             step(number)
         torch.cuda.synchronize()
-        print(json.dumps({"ms": (time.perf_counter() - start) / steps * 1000}), flush=True)
-    if began is None:
-        return
-    start = time.perf_counter()
-    (file,) = began.write(began.path, last=True)
-    (snapshot,) = began.recorder.files()
-    took = time.perf_counter() - start
-    ended = {"events": snapshot.events, "bytes": os.path.getsize(file), "end_s": took}
-    print(json.dumps(ended | {"rss": int(Path("/proc/self/statm").read_text().split()[1]) * 4096}), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+        record["turn_ms"].append((time.perf_counter() - began) / steps * 1000)
+    record["ms"] = statistics.median(record["turn_ms"])
+    if recording is not None:
+        began = time.perf_counter()
+        (file,) = recording.write(recording.path, last=True)
+        (snapshot,) = recording.recorder.files()
+        record |= {"end_s": time.perf_counter() - began, "events": snapshot.events, "bytes": os.path.getsize(file)}
+        record["rss"] = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+    return record

@@ -35,13 +35,13 @@ if name == "dies" and not os.path.exists(os.environ["STARTS"] + ".died"):
     os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(600)
 turns = []
-if name in ("turns", "leaves"):
+if name == "turns":
     print("ready", flush=True)
     for line in sys.stdin:
         turns.append(int(line))
         with open(os.environ["STARTS"] + ".turns", "a") as file:
             file.write(f"{os.environ.get('PYTORCH_CUDA_ALLOC_CONF', '')} {line}")
-        if name == "leaves" and len(turns) == 2:
+        if len(turns) == 2 and os.environ.get("PYTORCH_CUDA_ALLOC_CONF") == "leaves":
             sys.exit("error: it had enough")
         print("done", flush=True)
 found = {"words": sys.argv[1:], "alloc": os.environ.get("VRAMLAB_ALLOC"), "parent": os.getppid(), "turns": turns,
@@ -220,11 +220,12 @@ fn the_runs_of_a_repeat_take_turns() {
 #[ignore = "needs python3; run with --ignored"]
 fn a_process_that_ends_loses_only_its_own_turns() {
     let turns = "turns = { rounds = 2, requests = [1, 2] }\n";
-    let test_dir = test_dir(&format!("{turns}{}", arm("all", "", "program = [\"turns\", \"leaves\"]")));
+    let matrix = "program = [\"turns\"], conf = [\"stays\", \"leaves\"]";
+    let test_dir = test_dir(&format!("{turns}{}", arm("all", "", matrix)));
     let outcome = run(&test_dir, &[]);
     assert_eq!(outcome.code, Some(1), "{outcome:?}");
-    assert_eq!(file(&test_dir, "00-all-turns-r0", "result.json")["turns"], serde_json::json!([1, 2, 1, 2]));
-    assert_eq!(file(&test_dir, "01-all-leaves-r0", "run.json")["error"], "it had enough");
+    assert_eq!(file(&test_dir, "00-all-turns-stays-r0", "result.json")["turns"], serde_json::json!([1, 2, 1, 2]));
+    assert_eq!(file(&test_dir, "01-all-turns-leaves-r0", "run.json")["error"], "it had enough");
 }
 
 #[test]

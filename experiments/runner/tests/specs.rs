@@ -181,6 +181,7 @@ fn the_specs_of_the_study_are_listed_and_can_be_planned() {
         "inside-steps",
         "inside-limits",
         "inside-memory",
+        "inside-recording",
     ] {
         assert!(names.contains(&name), "{name} is missing: {names:?}");
     }

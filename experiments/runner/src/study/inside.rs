@@ -9,8 +9,20 @@ use vramlab::Selection;
 
 /// The options, switches last. `program` is the first word of `programs.py`; `alloc`, an allocator of VramLab or of
 /// [`NATIVE`], and `conf`, the text of `PYTORCH_CUDA_ALLOC_CONF`, become variables; the limit follows from other runs.
-pub(super) const OPTIONS: [&str; 11] =
-    ["program", ALLOC, "conf", LIMIT, "steps", "warm-up", "seed", "while-loading", "latency", "history", "small"];
+pub(super) const OPTIONS: [&str; 12] = [
+    "program",
+    ALLOC,
+    "conf",
+    LIMIT,
+    "steps",
+    "warm-up",
+    "seed",
+    "while-loading",
+    "recorder",
+    "latency",
+    "history",
+    "small",
+];
 pub(super) const SWITCHES: [&str; 3] = ["latency", "history", "small"];
 /// PyTorch's own allocators with their settings.
 const NATIVE: [(&str, &str); 3] =
@@ -59,7 +71,7 @@ pub(super) fn check(name: &str, value: &OptionValue) -> Result<(), String> {
         LIMIT if !matches!(value, OptionValue::Number(times) if (0.1..=100.0).contains(times)) => {
             Err(format!("{LIMIT} must be a number from 0.1 to 100, such as 1.15, found {text}"))
         }
-        "program" | "while-loading" if text.is_empty() || text.starts_with('-') => {
+        "program" | "while-loading" | "recorder" if text.is_empty() || text.starts_with('-') => {
             Err(format!("{name} must be a word, found '{text}'"))
         }
         "steps" | "warm-up" | "seed" if !matches!(value, OptionValue::Integer(0..)) => {

@@ -78,7 +78,7 @@ impl Overrides {
     }
 }
 
-/// Turns that the runs of a repeat take.
+/// Turns that the runs of a repeat and a program take.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Turns {
@@ -151,8 +151,8 @@ pub(crate) struct Spec {
     /// Limit on the seconds of a run, which is ended then and has failed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) timeout_s: Option<u32>,
-    /// The runs of a repeat, all of `inside`, run at the same time and take turns. A repeat with a missing run is made
-    /// anew.
+    /// The runs of a repeat and a `program`, all of `inside`, run at the same time and take turns. If one is missing,
+    /// all of them are made anew.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) turns: Option<Turns>,
     /// The program's long options with one value each, for every variant; a switch is `true`. Settings of allocators,

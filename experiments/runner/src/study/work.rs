@@ -107,9 +107,8 @@ pub(super) fn work(experiment: &Experiment<'_>, again: bool) -> Result<WorkRepor
         left = others;
     }
     if spec.turns.is_some() {
-        // They are compared within a repeat.
-        let repeats: BTreeSet<u32> = left.iter().map(|run| run.repeat).collect();
-        left = mine.iter().copied().filter(|run| repeats.contains(&run.repeat)).collect();
+        let missing: BTreeSet<_> = left.iter().map(|run| turns_of(run)).collect();
+        left = mine.iter().copied().filter(|run| missing.contains(&turns_of(run))).collect();
     }
     make_starts(spec, experiment, &mut left, &mut failures)?;
     experiment.prepare(&left)?;
@@ -143,8 +142,10 @@ fn all(experiment: &Experiment<'_>, spec: &Spec, left: &[&Run], bar: &Bar, late:
     let jobs = experiment.jobs;
     let mut failures = Vec::new();
     if let Some(turns) = &spec.turns {
-        for repeat in left.chunk_by(|first, second| first.repeat == second.repeat) {
-            failures.extend(in_turn(experiment, turns, repeat, bar, late)?);
+        let mut groups: BTreeMap<_, Vec<&Run>> = BTreeMap::new();
+        left.iter().for_each(|run| groups.entry(turns_of(run)).or_default().push(run));
+        for runs in groups.values() {
+            failures.extend(in_turn(experiment, turns, runs, bar, late)?);
         }
     } else {
         let (alone, together): (Vec<&Run>, Vec<&Run>) = left.iter().partition(|run| jobs == 1 || is_timed(spec, run));
@@ -203,7 +204,12 @@ fn at_once(
     Ok(failed.into_inner().unwrap_or_else(PoisonError::into_inner))
 }
 
-/// Makes the runs of a repeat at the same time, which take turns; returns index, name and error of the failed ones.
+/// Runs with equal values take turns and are compared with each other: those of a repeat and of a program.
+fn turns_of(run: &Run) -> (u32, String) {
+    (run.repeat, run.option("program").map(ToString::to_string).unwrap_or_default())
+}
+
+/// Makes runs at the same time, which take turns; returns index, name and error of the failed ones.
 fn in_turn(
     experiment: &Experiment<'_>,
     turns: &Turns,
