@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from environment import HERE, environment
@@ -63,8 +64,26 @@ def first_error(text):
     return None
 
 
+def check(options, checker, name, command, variables, expected):
+    """Runs a program under the checker; returns the record of the run."""
+    log, began = options.output / f"{name}.log", time.monotonic()
+    with open(log, "w", encoding="utf-8") as file:
+        limited = ["timeout", "-k", "5", str(options.timeout), *checker, *command]
+        streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
+        code = subprocess.run(limited, env=variables, **streams).returncode
+    text = log.read_text(encoding="utf-8", errors="replace")
+    error = first_error(text)
+    printed = next((line for line in text.splitlines() if line.startswith("{")), None)
+    return {
+        "run": name, "code": code, "error": error, "expected_error": expected,
+        "as_expected": code == FOUND and error is not None if expected else code == 0,
+        "program": json.loads(printed) if printed else None,
+        "took_s": round(time.monotonic() - began, 1), "checker": " ".join(checker[1:]),
+    }  # fmt: skip
+
+
 def main():
-    """Runs the cases one after another."""
+    """Runs the cases, a few at a time."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -88,6 +107,7 @@ def main():
             return 2
     checker = sanitizer()
     options.output.mkdir(parents=True, exist_ok=True)
+    unexpected = 0
     with tempfile.TemporaryDirectory(prefix="sanitize-") as folder:
         runs = []
         for arm, notified, beyond in CASES:
@@ -108,44 +128,18 @@ def main():
                 )
                 command = [str(options.trainer), "--alloc", arm, *arguments.split(), "--out", f"{folder}/{arm}"]
                 runs.append((f"trainer-{arm}-on", command, dict(os.environ), False))
-        waiting, running, unexpected = list(runs), [], 0
-        with open(options.output / "sanitizer.jsonl", "w", encoding="utf-8") as file:
-            while waiting or running:
-                while waiting and len(running) < options.jobs:
-                    name, command, own, expected = waiting.pop(0)
-                    log = open(options.output / f"{name}.log", "w+", encoding="utf-8")
-                    whole = ["timeout", "-k", "5", str(options.timeout), *checker, *command]
-                    process = subprocess.Popen(
-                        whole, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=own
-                    )
-                    running.append((name, process, log, expected, time.monotonic()))
-                for case in list(running):
-                    name, process, log, expected, began = case
-                    if process.poll() is None:
-                        continue
-                    running.remove(case)
-                    log.seek(0)
-                    text = log.read()
-                    log.close()
-                    error = first_error(text)
-                    found = process.returncode == FOUND and error is not None
-                    clean = process.returncode == 0
-                    as_expected = found if expected else clean
-                    unexpected += not as_expected
-                    printed = next((line for line in text.splitlines() if line.startswith("{")), None)
-                    record = {
-                        "run": name, "code": process.returncode, "error": error, "expected_error": expected,
-                        "as_expected": as_expected, "program": json.loads(printed) if printed else None,
-                        "took_s": round(time.monotonic() - began, 1), "checker": " ".join(checker[1:]),
-                    }  # fmt: skip
-                    file.write(json.dumps(record) + "\n")
-                    file.flush()
-                    word = "as expected" if as_expected else "NOT as expected"
-                    print(
-                        f"{record['took_s']:6.1f} s  {name}: code {process.returncode}, {word}: {error or 'no error'}",
-                        flush=True,
-                    )
-                time.sleep(0.05)
+        with (
+            open(options.output / "sanitizer.jsonl", "w", encoding="utf-8") as file,
+            ThreadPoolExecutor(options.jobs) as pool,
+        ):
+            begun = [pool.submit(check, options, checker, *run) for run in runs]
+            for record in (future.result() for future in as_completed(begun)):
+                file.write(json.dumps(record) + "\n")
+                file.flush()
+                unexpected += not record["as_expected"]
+                word = "as expected" if record["as_expected"] else "NOT as expected"
+                error = record["error"] or "no error"
+                print(f"{record['took_s']:6.1f} s  {record['run']}: code {record['code']}, {word}: {error}", flush=True)
     return 1 if unexpected else 0
 
 
