@@ -77,9 +77,9 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<()> {
     let setup = Setup::new(&driver, most, histories).map_err(failed)?;
     measure_all(&setup, &groups, args.repeats, &mut report).map_err(failed)?;
     if let Some(folder) = baselines {
-        let mut wanted: Vec<Case> = groups.iter().flatten().map(|job| job.case).collect();
-        wanted.dedup();
-        baselines::run(&folder, &wanted, setup.histories(), args.repeats, &mut report).map_err(failed)?;
+        let mut cases: Vec<Case> = groups.iter().flatten().map(|job| job.case).collect();
+        cases.dedup();
+        baselines::run(&folder, &cases, setup.histories(), args.repeats, &mut report).map_err(failed)?;
     }
     report.warn();
     if args.json { terminal::print_json(&report) } else { report.page().print() }

@@ -133,11 +133,11 @@ pub(crate) fn campaign(args: &CampaignArgs) -> Result<()> {
             _ => failed.push(format!("{} (exit code {code})", part.name)),
         }
     }
-    let found = compare(&chosen, &out)?;
+    let changes = compare(&chosen, &out)?;
     if args.json {
-        terminal::print_json(&found)?
+        terminal::print_json(&changes)?
     } else {
-        differences(&found).print()?
+        differences(&changes).print()?
     }
     if !failed.is_empty() {
         return Err(RuntimeFailure::new(format!("failed: {}", failed.join(", "))).into());

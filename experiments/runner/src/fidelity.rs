@@ -165,8 +165,8 @@ fn records(args: &FidelityArgs) -> Result<Option<(PathBuf, Option<PathBuf>)>> {
     };
     let Some(measured) = newest(repository::GPU)? else { return Ok(None) };
     say(&format!("note     no GPU here: the measured runs are those of {}", measured.display()));
-    let wanted = args.against.is_none() && args.profile.is_none();
-    let simulated = if wanted { newest("sim")? } else { None };
+    let is_default = args.against.is_none() && args.profile.is_none();
+    let simulated = if is_default { newest("sim")? } else { None };
     if let Some(folder) = &simulated {
         let folder = folder.display();
         say(&format!("note     the simulated runs are those of {folder}; --against names others"));

@@ -289,9 +289,9 @@ mod tests {
     #[test]
     fn finds_the_parameters_that_made_the_timings() {
         let timings = timings();
-        let found = fit(&timings);
+        let cost = fit(&timings);
         for timing in &timings {
-            assert!((model(&found, timing, 0.0) / timing.median_ns - 1.0).abs() < 0.02, "{timing:?} {found:?}");
+            assert!((model(&cost, timing, 0.0) / timing.median_ns - 1.0).abs() < 0.02, "{timing:?} {cost:?}");
         }
     }
 
@@ -305,9 +305,9 @@ mod tests {
             (timing.blocks, timing.iterations, timing.bytes) = (100, iterations, bytes);
             timing.median_ns = model(&truth, timing, 0.0);
         }
-        let found = fit(&timings);
+        let cost = fit(&timings);
         for timing in &timings {
-            assert!((model(&found, timing, 0.0) / timing.median_ns - 1.0).abs() < 0.02, "{timing:?} {found:?}");
+            assert!((model(&cost, timing, 0.0) / timing.median_ns - 1.0).abs() < 0.02, "{timing:?} {cost:?}");
         }
     }
 

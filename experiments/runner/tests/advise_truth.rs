@@ -20,16 +20,16 @@ fn kept() -> Vec<Row> {
 
 /// A third of the recordings, which depends on the commit: a number from its name.
 fn third() -> usize {
-    let said = Command::new("git").args(["rev-parse", "HEAD"]).current_dir(env!("CARGO_MANIFEST_DIR")).output();
-    let name = said.map(|said| String::from_utf8_lossy(&said.stdout).into_owned()).unwrap_or_default();
+    let revision = Command::new("git").args(["rev-parse", "HEAD"]).current_dir(env!("CARGO_MANIFEST_DIR")).output();
+    let name = revision.map(|revision| String::from_utf8_lossy(&revision.stdout).into_owned()).unwrap_or_default();
     name.get(..6).and_then(|digits| usize::from_str_radix(digits, 16).ok()).unwrap_or(0) % 3
 }
 
 #[test]
 fn a_third_of_the_table_is_made_again() {
     let third = third().to_string();
-    let ran = TestDir::new().run(&["advise-truth", "--third", &third]).ok();
-    assert!(ran.stderr.contains("pairs are as experiments/results/advise-truth.csv has them"), "{ran:#?}");
+    let output = TestDir::new().run(&["advise-truth", "--third", &third]).ok();
+    assert!(output.stderr.contains("pairs are as experiments/results/advise-truth.csv has them"), "{output:#?}");
 }
 
 /// Of the rows with a value: their number, and the number of those within 1 %.
@@ -77,9 +77,9 @@ fn no_row_is_of_a_recordings_own_settings() {
                 all
             });
     for row in kept() {
-        let own = limits.get(&(row["recording"].clone(), row["conf"].clone()));
+        let tested = limits.get(&(row["recording"].clone(), row["conf"].clone()));
         let limit = row["limit_bytes"].parse().ok();
-        assert!(own.is_none_or(|own| !own.contains(&limit)), "{row:?}");
+        assert!(tested.is_none_or(|tested| !tested.contains(&limit)), "{row:?}");
     }
 }
 
@@ -109,20 +109,23 @@ fn checkout(change: impl Fn(&mut Row)) -> TestDir {
 #[test]
 fn a_figure_that_differs_from_the_kept_one_is_named() {
     let other_build = |row: &mut Row| _ = row.insert("build".to_owned(), "01234567".to_owned());
-    let ran = checkout(other_build).run(&["advise-truth"]).ok();
-    assert!(ran.stderr.contains("6 pairs are as"), "{ran:#?}");
+    let output = checkout(other_build).run(&["advise-truth"]).ok();
+    assert!(output.stderr.contains("6 pairs are as"), "{output:#?}");
     for (column, value) in [("predicted_peak_reserved_bytes", "1"), ("predicted_retries", "7"), ("rank", "9")] {
         let test_dir = checkout(|row| {
             if row["conf"] == "max_split_size_mb:32" {
                 row.insert(column.to_owned(), value.to_owned());
             }
         });
-        let ran = test_dir.run(&["advise-truth"]);
-        let lines: Vec<&str> = ran.stderr.lines().collect();
-        assert!(ran.code == Some(1) && lines.len() == 1, "{ran:#?}");
+        let output = test_dir.run(&["advise-truth"]);
+        let lines: Vec<&str> = output.stderr.lines().collect();
+        assert!(output.code == Some(1) && lines.len() == 1, "{output:#?}");
         let first = "1 of 6 pairs are not as experiments/results/advise-truth.csv has them, first \
                      lstm_var.default.pickle.xz under max_split_size_mb:32: ";
-        assert!(lines[0].contains(first) && lines[0].ends_with("-o experiments/results/advise-truth.csv"), "{ran:#?}");
+        assert!(
+            lines[0].contains(first) && lines[0].ends_with("-o experiments/results/advise-truth.csv"),
+            "{output:#?}"
+        );
         // A rewritten table is correct.
         test_dir.run(&["advise-truth", "-o", "experiments/results/advise-truth.csv"]).ok();
         test_dir.run(&["advise-truth"]).ok();

@@ -121,9 +121,9 @@ fn baselines_that_are_missing_are_named_with_a_remedy() {
     let python = python.arg(program).args(["--cases", "pair/512", "--repeats", "1"]);
     let output = python.output().unwrap();
     assert!(output.status.success(), "{output:?}");
-    let found: Value = serde_json::from_slice(&output.stdout).unwrap();
-    let (rows, missing) = (found["rows"].as_array().unwrap(), found["missing"].as_array().unwrap());
-    assert!(rows.len() + missing.len() >= 3, "{found}");
+    let document: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let (rows, missing) = (document["rows"].as_array().unwrap(), document["missing"].as_array().unwrap());
+    assert!(rows.len() + missing.len() >= 3, "{document}");
     for baseline in missing {
         assert!(["allocator", "reason", "remedy"].iter().all(|key| !baseline[*key].as_str().unwrap().is_empty()));
     }
@@ -191,11 +191,11 @@ fn a_simulation_that_is_off_fails_and_says_by_how_much() {
     profile.queues.launch_ns *= 2;
     test_dir.write("slow.json", serde_json::to_string(&profile).unwrap());
     record(&test_dir, "b", "sim:slow.json");
-    let ran = fidelity(&test_dir, &["--json"]);
-    assert_eq!(ran.code, Some(1), "{ran:#?}");
-    let report = ran.json();
+    let output = fidelity(&test_dir, &["--json"]);
+    assert_eq!(output.code, Some(1), "{output:#?}");
+    let report = output.json();
     assert!(report["worst"].as_f64().unwrap() > 0.15 && report["within"] == false, "{report}");
-    let error = ran.stderr.lines().last().unwrap();
+    let error = output.stderr.lines().last().unwrap();
     assert!(error.starts_with("error: ") && error.contains("cells are not as measured"), "{error}");
     // A wider tolerance accepts it.
     fidelity(&test_dir, &["--tolerance", "1000%"]).ok();
@@ -206,9 +206,9 @@ fn a_simulation_that_is_off_fails_and_says_by_how_much() {
     let out = ["run", "small.toml", "--device", "sim:lax.json", "-o", "c"];
     test_dir.run(&out).ok();
     let arguments = ["fidelity", "--measured", "a/small", "--against", "c/small", "--tolerance", "1000%", "--json"];
-    let ran = test_dir.run(&arguments);
-    assert_eq!(ran.code, Some(1), "it waits elsewhere: {ran:#?}");
-    let cells = ran.json()["cells"].as_array().unwrap().clone();
+    let output = test_dir.run(&arguments);
+    assert_eq!(output.code, Some(1), "it waits elsewhere: {output:#?}");
+    let cells = output.json()["cells"].as_array().unwrap().clone();
     let elsewhere: Vec<&str> =
         cells.iter().filter(|cell| cell["within"] == false).map(|cell| cell["cell"].as_str().unwrap()).collect();
     assert_eq!(elsewhere, ["naive never", "naive step"]);
@@ -230,8 +230,8 @@ fn what_cannot_be_compared_is_refused() {
     let text = std::fs::read_to_string(&path).unwrap();
     std::fs::write(&path, text.replace("\"schema_version\": 1", "\"schema_version\": 2")).unwrap();
     fidelity(&test_dir, &[]).refused(2, &["schema version 2"]);
-    let ran = fidelity(&test_dir, &["--tolerance", "lots"]);
-    assert_eq!((ran.code, ran.stdout.as_str()), (Some(2), ""), "{ran:#?}");
+    let output = fidelity(&test_dir, &["--tolerance", "lots"]);
+    assert_eq!((output.code, output.stdout.as_str()), (Some(2), ""), "{output:#?}");
     fidelity(&test_dir, &["--profile", "slow.json"]).refused(2, &["--profile is for new runs"]);
 }
 
@@ -239,15 +239,15 @@ fn what_cannot_be_compared_is_refused() {
 fn without_a_gpu_the_recorded_runs_are_compared() {
     let test_dir = TestDir::new();
     let mut command = test_dir.process(&["fidelity", "--json"]);
-    let ran = Ran::of(command.env("CUDA_VISIBLE_DEVICES", "-1").output().unwrap());
-    let report = ran.json();
+    let output = Ran::of(command.env("CUDA_VISIBLE_DEVICES", "-1").output().unwrap());
+    let report = output.json();
     // It fails because of the simulation's error, not because something is missing here.
-    assert_eq!(ran.code, Some(if report["within"] == true { 0 } else { 1 }), "{ran:#?}");
+    assert_eq!(output.code, Some(if report["within"] == true { 0 } else { 1 }), "{output:#?}");
     assert!(report["cells"].as_array().unwrap().len() > 1, "{report}");
-    let said = |words: &str| ran.stderr.lines().any(|line| line.contains(words));
+    let has_note = |words: &str| output.stderr.lines().any(|line| line.contains(words));
     assert!(
-        said("no GPU here: the measured runs are those of ") && said("the simulated runs are those of "),
-        "{ran:#?}"
+        has_note("no GPU here: the measured runs are those of ") && has_note("the simulated runs are those of "),
+        "{output:#?}"
     );
     // Nothing was run for it.
     assert_eq!(test_dir.files(), [""; 0]);
@@ -256,8 +256,8 @@ fn without_a_gpu_the_recorded_runs_are_compared() {
     let mut command = test_dir.process(&["fidelity"]);
     let text = Ran::of(command.env("CUDA_VISIBLE_DEVICES", "-1").output().unwrap()).stdout;
     let mut lines = text.lines().rev();
-    let (next, found) = (lines.next().unwrap(), lines.next().unwrap());
+    let (next, conclusion) = (lines.next().unwrap(), lines.next().unwrap());
     assert!(next.starts_with("Next: ") && next.contains("experiments"), "{text}");
     let count = report["cells"].as_array().unwrap().iter().filter(|cell| cell["within"] == true).count();
-    assert!(found.starts_with(&format!("{count} of ")) && found.ends_with('.'), "{found}");
+    assert!(conclusion.starts_with(&format!("{count} of ")) && conclusion.ends_with('.'), "{conclusion}");
 }

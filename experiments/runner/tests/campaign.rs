@@ -16,17 +16,17 @@ fn campaign() -> Command {
 fn truth_is_made_once_and_compared() {
     let test_dir = tempfile::tempdir().unwrap();
     let made = || {
-        let found = campaign().args(["truth", "--json", "-o"]).arg(test_dir.path()).assert().success();
-        let output = found.get_output().clone();
+        let assertion = campaign().args(["truth", "--json", "-o"]).arg(test_dir.path()).assert().success();
+        let output = assertion.get_output().clone();
         let rows: Vec<Value> = serde_json::from_slice(&output.stdout).unwrap();
         (rows, String::from_utf8(output.stderr).unwrap())
     };
-    let (rows, told) = made();
-    assert!(told.contains("part     truth"), "{told}");
+    let (rows, stderr) = made();
+    assert!(stderr.contains("part     truth"), "{stderr}");
     assert!(rows.len() > 100 && rows.iter().all(|row| row["ratio"] == 1.0), "{rows:?}");
-    let (again, told) = made();
+    let (again, stderr) = made();
     assert_eq!(again, rows);
-    assert!(!told.contains("part     truth"), "{told}");
+    assert!(!stderr.contains("part     truth"), "{stderr}");
 }
 
 /// A failed command leaves no file that looks complete, and one whose budget ended is not complete.
@@ -80,9 +80,9 @@ fn the_profile_is_the_campaigns_own() {
     let (file, out) = (test_dir.path().join("parts.toml"), test_dir.path().join("out"));
     fs::write(&file, parts).unwrap();
     campaign().arg("--file").arg(&file).arg("-o").arg(&out).assert().success();
-    let told = |name: &str| json_at(&out.join(name))[0]["is"].as_str().unwrap().to_owned();
-    assert_ne!(told("before.json"), told("after.json"));
-    assert_eq!(told("after.json"), out.join("profile.json").to_string_lossy());
+    let content = |name: &str| json_at(&out.join(name))[0]["is"].as_str().unwrap().to_owned();
+    assert_ne!(content("before.json"), content("after.json"));
+    assert_eq!(content("after.json"), out.join("profile.json").to_string_lossy());
 }
 
 /// An experiment's directory is compared with the newest record of its name in an archive: a repetition shows no
@@ -102,8 +102,8 @@ fn folders_of_experiments_are_compared() {
     assert!(rows("first").is_empty(), "nothing is kept yet");
     fs::create_dir_all(test_dir.at("experiments/results")).unwrap();
     for label in ["2026-01-01-sim", "2026-01-02-sim"] {
-        let kept = format!("experiments/results/{label}.tar.xz");
-        test_dir.run(&["pack", "first/sim", "-o", &kept]).ok();
+        let archive = format!("experiments/results/{label}.tar.xz");
+        test_dir.run(&["pack", "first/sim", "-o", &archive]).ok();
         test_dir.write("small.toml", SMALL.replace("[5, 9]", "[5, 12]"));
         test_dir.run(&["run", "small.toml", "--device", "sim", "--again", "-o", "first/sim"]).ok();
     }
@@ -119,10 +119,10 @@ fn folders_of_experiments_are_compared() {
         *peak = json!(2 * peak.as_u64().unwrap());
         fs::write(&path, summary.to_string()).unwrap();
     }
-    let apart = rows("second");
-    let told: Vec<(bool, Option<f64>)> =
-        apart.iter().map(|row| (row["figure"].as_str().unwrap().contains("naive"), row["ratio"].as_f64())).collect();
-    assert_eq!(told, [(true, Some(2.0)), (false, Some(1.0)), (false, Some(1.0)), (true, Some(1.0))], "{apart:?}");
+    let changes = rows("second");
+    let ratios: Vec<(bool, Option<f64>)> =
+        changes.iter().map(|row| (row["figure"].as_str().unwrap().contains("naive"), row["ratio"].as_f64())).collect();
+    assert_eq!(ratios, [(true, Some(2.0)), (false, Some(1.0)), (false, Some(1.0)), (true, Some(1.0))], "{changes:?}");
     let page = test_dir.run(&["campaign", "--file", "parts.toml", "-o", "second"]).ok().stdout;
     assert!(page.contains("small: 3 of 4 figures are as they were") && page.contains("2.000"), "{page}");
     // A width that only one of the two has.

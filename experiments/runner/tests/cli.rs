@@ -58,12 +58,12 @@ fn compare_has_a_row_for_each_arm() {
 #[test]
 fn compare_calls_nobody_the_fastest_where_all_are_equal() {
     let test_dir = TestDir::new();
-    let told = compare(&test_dir, &["--arm", "--alloc caching", "--arm", "--alloc caching"], &["--epochs", "3"]).ok();
-    assert!(told.stdout.contains("'caching' and 'caching' are equally fast; "), "{}", told.stdout);
-    assert!(!told.stdout.contains("fastest"), "{}", told.stdout);
+    let output = compare(&test_dir, &["--arm", "--alloc caching", "--arm", "--alloc caching"], &["--epochs", "3"]).ok();
+    assert!(output.stdout.contains("'caching' and 'caching' are equally fast; "), "{}", output.stdout);
+    assert!(!output.stdout.contains("fastest"), "{}", output.stdout);
     let arms = ["--arm", "--alloc caching", "--arm", "--alloc naive", "--arm", "--alloc caching"];
-    let told = compare(&test_dir, &arms, &["--epochs", "3"]).ok().stdout;
-    assert!(told.contains("'caching' and 'caching' are equally the fastest; 'naive' takes "), "{told}");
+    let stdout = compare(&test_dir, &arms, &["--epochs", "3"]).ok().stdout;
+    assert!(stdout.contains("'caching' and 'caching' are equally the fastest; 'naive' takes "), "{stdout}");
 }
 
 #[test]
@@ -91,17 +91,17 @@ fn compare_takes_allocators_and_the_usual_options_by_name() {
     for record in &records {
         let text = std::fs::read_to_string(test_dir.at("runs").join(record).join("summary.json")).unwrap();
         let settings = &serde_json::from_str::<serde_json::Value>(&text).unwrap()["settings"];
-        let found =
+        let figures =
             ["hidden", "layers", "batch", "epochs", "seed", "sync", "loader"].map(|name| settings[name].clone());
-        let wanted = [json!(7), json!(2), json!(10), json!(2), json!(3), json!("step"), json!("copy")];
-        assert_eq!(found, wanted, "{record}");
+        let expected = [json!(7), json!(2), json!(10), json!(2), json!(3), json!("step"), json!("copy")];
+        assert_eq!(figures, expected, "{record}");
     }
     assert_eq!(records.len(), 2);
     // Options after -- override those before it.
     let rows = test_dir.run(&[&arguments[..], &["--", "--epochs", "1"]].concat()).rows();
     assert_eq!(rows.len(), 2);
-    let ran = test_dir.run(&["compare", "--alloc", "naive", "--arm", "--alloc naive"]);
-    assert_eq!((ran.code, ran.stdout.as_str()), (Some(2), ""), "{ran:#?}");
+    let output = test_dir.run(&["compare", "--alloc", "naive", "--arm", "--alloc naive"]);
+    assert_eq!((output.code, output.stdout.as_str()), (Some(2), ""), "{output:#?}");
     test_dir.run(&["compare", "--hidden", "0"]).refused(2, &["--hidden must be at least 1"]);
 }
 
@@ -145,8 +145,8 @@ fn arguments_that_mean_nothing_are_refused() {
     for arguments in
         [&["nonsense"][..], &["compare", "--repeats", "0"], &["compare", "--nonsense"], &["fit-kernels"], &[]]
     {
-        let ran = test_dir.run(arguments);
-        assert_eq!((ran.code, ran.stdout.as_str()), (Some(2), ""), "{ran:#?}");
+        let output = test_dir.run(arguments);
+        assert_eq!((output.code, output.stdout.as_str()), (Some(2), ""), "{output:#?}");
     }
     let help = test_dir.run(&["--help"]).ok().stdout;
     assert!(help.contains("compare") && help.contains("fit-kernels"), "{help}");
@@ -172,20 +172,20 @@ fn a_fit_gives_a_profile_that_runs() {
     let test_dir = TestDir::new();
     let text = format!("{}\n\n{}\n", timings("sgd", 1500.0, 800.0, 3000.0), timings("made_up", 900.0, 20.0, 2000.0));
     let file = test_dir.write("timings.jsonl", text);
-    let ran = test_dir.run(&["fit-kernels", &file, "--out", "profile.json"]).ok();
+    let output = test_dir.run(&["fit-kernels", &file, "--out", "profile.json"]).ok();
     assert!(
-        ran.stdout.contains("sgd") && ran.stdout.contains("made_up") && ran.stdout.contains("worst miss"),
-        "{ran:#?}"
+        output.stdout.contains("sgd") && output.stdout.contains("made_up") && output.stdout.contains("worst miss"),
+        "{output:#?}"
     );
     let text = std::fs::read_to_string(test_dir.at("profile.json")).unwrap();
-    let (found, old) = (Profile::from_json(&text).unwrap(), Profile::h200());
-    assert!((found.kernels["sgd"].fixed_ns / 1500.0 - 1.0).abs() < 0.1, "{:?}", found.kernels["sgd"]);
-    assert_eq!(found.kernels.len(), old.kernels.len() + usize::from(!old.kernels.contains_key("made_up")));
-    assert_eq!((&found.plain, &found.pool, &found.queues), (&old.plain, &old.pool, &old.queues), "the rest is kept");
+    let (fitted, old) = (Profile::from_json(&text).unwrap(), Profile::h200());
+    assert!((fitted.kernels["sgd"].fixed_ns / 1500.0 - 1.0).abs() < 0.1, "{:?}", fitted.kernels["sgd"]);
+    assert_eq!(fitted.kernels.len(), old.kernels.len() + usize::from(!old.kernels.contains_key("made_up")));
+    assert_eq!((&fitted.plain, &fitted.pool, &fitted.queues), (&old.plain, &old.pool, &old.queues), "the rest is kept");
     compare(&test_dir, &["--arm", "--alloc caching"], &["--epochs", "1"]).ok();
-    let ran =
+    let output =
         test_dir.run(&["compare", "--", "--device", "sim:profile.json", "--dataset", "iris", "--epochs", "1"]).ok();
-    assert!(ran.stdout.contains("stream-ordered"));
+    assert!(output.stdout.contains("stream-ordered"));
     // A custom profile works as the base too.
     test_dir.run(&["fit-kernels", &file, "--profile", "profile.json", "--out", "again.json"]).ok();
     assert_eq!(std::fs::read_to_string(test_dir.at("again.json")).unwrap(), text);
@@ -194,14 +194,14 @@ fn a_fit_gives_a_profile_that_runs() {
         .run(&[&["fit-kernels", &file, "--profile", "profile.json", "--out", "again.json"], &size[..]].concat())
         .ok();
     let again = Profile::from_json(&std::fs::read_to_string(test_dir.at("again.json")).unwrap()).unwrap();
-    assert_eq!((again.l2_bytes, &again.kernels), (Some(30_000_000), &found.kernels));
+    assert_eq!((again.l2_bytes, &again.kernels), (Some(30_000_000), &fitted.kernels));
 }
 
 #[test]
 fn the_programs_time_comes_from_recorded_runs() {
     let test_dir = TestDir::new();
-    let own = (700, Some(250));
-    let profile = Profile { program_ns_per_call: own.0, program_ns_per_memory_call: own.1, ..Profile::h200() };
+    let costs = (700, Some(250));
+    let profile = Profile { program_ns_per_call: costs.0, program_ns_per_memory_call: costs.1, ..Profile::h200() };
     test_dir.write("slow.json", serde_json::to_string(&profile).unwrap());
     // The program's time is known on the simulated device.
     let spec = r#"
@@ -218,10 +218,10 @@ fn the_programs_time_comes_from_recorded_runs() {
     "#;
     let spec = test_dir.write("own.toml", spec);
     test_dir.run(&["run", &spec, "--device", "sim:slow.json", "-o", "runs"]).ok();
-    let ran = test_dir.run(&["fit-program", "runs/own", "--out", "fitted.json"]).ok();
+    let output = test_dir.run(&["fit-program", "runs/own", "--out", "fitted.json"]).ok();
     let fitted = Profile::from_json(&std::fs::read_to_string(test_dir.at("fitted.json")).unwrap()).unwrap();
-    assert!(fitted.program_ns_per_call.abs_diff(own.0) <= 35, "{} {ran:#?}", fitted.program_ns_per_call);
-    assert!(fitted.program_ns_per_memory_call.unwrap().abs_diff(own.1.unwrap()) <= 35, "{ran:#?}");
+    assert!(fitted.program_ns_per_call.abs_diff(costs.0) <= 35, "{} {output:#?}", fitted.program_ns_per_call);
+    assert!(fitted.program_ns_per_memory_call.unwrap().abs_diff(costs.1.unwrap()) <= 35, "{output:#?}");
     let rest = |profile: Profile| Profile { program_ns_per_call: 0, program_ns_per_memory_call: None, ..profile };
     assert_eq!(rest(fitted), rest(Profile::h200()));
     test_dir.run(&["fit-program", "nothing", "--out", "no.json"]).refused(2, &["nothing", "experiment.json"]);
@@ -239,11 +239,13 @@ fn calibration_writes_a_profile_and_what_it_measured() {
     let profile = Profile::from_json(&std::fs::read_to_string(test_dir.at("profile.json")).unwrap()).unwrap();
     assert_eq!((profile.source.as_str(), profile.kernels), ("a test", Profile::h200().kernels));
     let text = std::fs::read_to_string(test_dir.at("calls.json")).unwrap();
-    let found: serde_json::Value = serde_json::from_str(&text).unwrap();
-    assert_eq!((&found["schema_version"], &found["clock"]), (&json!(1), &json!("virtual")));
-    assert!(found["calls"].as_array().unwrap().len() > 80 && found["kernels"].as_array().unwrap().len() > 20);
+    let measurements: serde_json::Value = serde_json::from_str(&text).unwrap();
+    assert_eq!((&measurements["schema_version"], &measurements["clock"]), (&json!(1), &json!("virtual")));
+    assert!(
+        measurements["calls"].as_array().unwrap().len() > 80 && measurements["kernels"].as_array().unwrap().len() > 20
+    );
     // Its kernels are timings in the format of the fit.
-    let lines: Vec<String> = found["kernels"].as_array().unwrap().iter().map(ToString::to_string).collect();
+    let lines: Vec<String> = measurements["kernels"].as_array().unwrap().iter().map(ToString::to_string).collect();
     let file = test_dir.write("timings.jsonl", lines.join("\n"));
     test_dir.run(&["fit-kernels", &file, "--out", "fitted.json"]).ok();
     let bad = ["calibrate", "--device", "null", "--source", "a", "--out", "b"];
@@ -320,11 +322,11 @@ fn links_stay_whatever_is_written() {
     let test_dir = TestDir::new();
     let target = test_dir.file("target", "old");
     std::os::unix::fs::symlink("target", test_dir.at("link")).unwrap();
-    let said = ["link: is a symbolic link to target; name the file itself"];
+    let messages = ["link: is a symbolic link to target; name the file itself"];
     // Before the minutes that measuring takes.
     let calibrate = ["calibrate", "--device", "sim", "--source", "here"];
-    test_dir.run(&[&calibrate[..], &["-o", "link"]].concat()).refused(2, &said);
-    test_dir.run(&[&calibrate[..], &["-o", "profile.json", "-m", "link"]].concat()).refused(2, &said);
+    test_dir.run(&[&calibrate[..], &["-o", "link"]].concat()).refused(2, &messages);
+    test_dir.run(&[&calibrate[..], &["-o", "profile.json", "-m", "link"]].concat()).refused(2, &messages);
     let timings = test_dir.write("timings", "");
     assert_eq!(test_dir.run(&["fit-kernels", &timings, "-o", "link"]).code, Some(2));
     assert_eq!(std::fs::read_to_string(target).unwrap(), "old");

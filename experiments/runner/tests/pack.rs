@@ -28,7 +28,7 @@ fn recorded() -> TestDir {
 /// The unpacked files of an experiment by path, without those that name it and the omitted data; documents and their
 /// lines as values, because the order of keys has no meaning.
 fn contents(folder: &Path) -> BTreeMap<String, Value> {
-    let mut found = BTreeMap::new();
+    let mut records = BTreeMap::new();
     let mut add = |name: String, path: &Path| {
         let mut text = String::new();
         let bytes = std::fs::read(path).unwrap();
@@ -51,7 +51,7 @@ fn contents(folder: &Path) -> BTreeMap<String, Value> {
         } else {
             json!(text)
         };
-        found.insert(plain.to_owned(), value);
+        records.insert(plain.to_owned(), value);
     };
     add("experiment.json".into(), &folder.join("experiment.json"));
     for id in names(&folder.join("runs")) {
@@ -59,7 +59,7 @@ fn contents(folder: &Path) -> BTreeMap<String, Value> {
             add(format!("{id}/{name}"), &folder.join("runs").join(&id).join(&name));
         }
     }
-    found
+    records
 }
 
 #[test]
@@ -71,8 +71,8 @@ fn of_programs_that_pack_into_one_archive_one_does() {
         program.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
     };
     let programs: Vec<_> = (0..6).map(|_| start()).collect();
-    let ran = programs.into_iter().map(|program| Ran::of(program.wait_with_output().unwrap()));
-    let (won, lost): (Vec<Ran>, Vec<Ran>) = ran.partition(|ran| ran.code == Some(0));
+    let outputs = programs.into_iter().map(|program| Ran::of(program.wait_with_output().unwrap()));
+    let (won, lost): (Vec<Ran>, Vec<Ran>) = outputs.partition(|output| output.code == Some(0));
     assert_eq!(won.len(), 1, "{lost:#?}");
     lost.iter().for_each(|lost| lost.refused(2, &["label.tar.xz: "]));
     assert_eq!(labels(&test_dir), ["label.tar.xz"]);
@@ -94,9 +94,9 @@ fn a_pipe_among_the_files_of_a_run_is_refused_without_waiting() {
 
 /// Existing files of an archive, incomplete ones included.
 fn labels(test_dir: &TestDir) -> Vec<String> {
-    let mut found = names(&test_dir.at("."));
-    found.retain(|name| name.contains("label"));
-    found
+    let mut labels = names(&test_dir.at("."));
+    labels.retain(|name| name.contains("label"));
+    labels
 }
 
 /// Unpacks an archive in its directory.
@@ -160,7 +160,7 @@ fn what_is_left_out_is_named_and_all_else_is_there() {
     let column = |steps: &Value, name: &str| {
         let lines: Vec<Vec<String>> =
             steps.as_str().unwrap().lines().map(|line| line.split(',').map(str::to_owned).collect()).collect();
-        let at = lines[0].iter().position(|found| found == name)?;
+        let at = lines[0].iter().position(|column| column == name)?;
         Some(lines.into_iter().map(|line| line[at].clone()).collect::<Vec<String>>())
     };
     let (old, new) = (&before[&key("steps.csv")], &after[&key("steps.csv")]);
@@ -260,12 +260,12 @@ fn every_export_of_every_allocator_is_replayed() {
         for export in Export::ALL {
             let file = record.join(export.file_name());
             let file = file.to_str().unwrap();
-            let ran = test_dir.run(&["vramlab", "replay", file, "--alloc", "all", "--device", "null", "--json"]);
+            let output = test_dir.run(&["vramlab", "replay", file, "--alloc", "all", "--device", "null", "--json"]);
             if export == Export::Perfetto {
-                assert_eq!(ran.code, Some(2), "a timeline is no history: {ran:#?}");
+                assert_eq!(output.code, Some(2), "a timeline is no history: {output:#?}");
                 continue;
             }
-            let rows = ran.rows();
+            let rows = output.rows();
             assert_eq!(rows.len(), backends::all().len(), "{name} as {}", export.name());
             for row in &rows {
                 let tried = stats["allocation.all.allocated"].as_u64().unwrap();
@@ -330,18 +330,25 @@ fn a_run_of_ours_names_layers_and_roles() {
         .run(&[&run[..], &["--alloc", "caching", "--export", "snapshot,snapshot-json", "--out", "run"]].concat())
         .ok();
     for file in ["run/snapshot.pickle", "run/snapshot.json"] {
-        let found = test_dir
+        let explanation = test_dir
             .run(&["vramlab", "explain", "--json", file, "--between", "epoch 1 step 2", "epoch 2 step 1"])
             .ok()
             .json();
-        let lines: Vec<&str> =
-            found["who"][0]["lines"].as_array().unwrap().iter().map(|row| row["line"].as_str().unwrap()).collect();
-        for wanted in ["layer 3 weights gradient", "layer 2 weights gradient", "set-up parameters or data"] {
-            assert!(lines.contains(&wanted), "{wanted}: {lines:?}");
+        let lines: Vec<&str> = explanation["who"][0]["lines"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|row| row["line"].as_str().unwrap())
+            .collect();
+        for owner in ["layer 3 weights gradient", "layer 2 weights gradient", "set-up parameters or data"] {
+            assert!(lines.contains(&owner), "{owner}: {lines:?}");
         }
-        let children = found["who"][0]["tree"]["children"].as_array().unwrap();
+        let children = explanation["who"][0]["tree"]["children"].as_array().unwrap();
         assert!(children.iter().any(|child| child["name"] == "training backward"), "{children:?}");
-        assert_eq!(found["peak_active"]["annotation"].as_str().map(|name| name.starts_with("epoch ")), Some(true));
+        assert_eq!(
+            explanation["peak_active"]["annotation"].as_str().map(|name| name.starts_with("epoch ")),
+            Some(true)
+        );
     }
 }
 

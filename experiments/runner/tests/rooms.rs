@@ -26,7 +26,7 @@ fn root() -> PathBuf {
 
 /// All files below a directory with one of these endings, except build outputs.
 fn files(folder: &Path, endings: &[&str]) -> Vec<PathBuf> {
-    let mut found = Vec::new();
+    let mut paths = Vec::new();
     let mut folders = vec![folder.to_owned()];
     while let Some(folder) = folders.pop() {
         for entry in std::fs::read_dir(&folder).unwrap() {
@@ -35,11 +35,11 @@ fn files(folder: &Path, endings: &[&str]) -> Vec<PathBuf> {
             if path.is_dir() && !["target", "__pycache__", "prebuilt"].contains(&name.as_str()) {
                 folders.push(path);
             } else if endings.iter().any(|ending| name.ends_with(ending)) {
-                found.push(path);
+                paths.push(path);
             }
         }
     }
-    found
+    paths
 }
 
 /// A path without `.` and `..`, resolved by its text, whether or not it exists.
@@ -84,12 +84,12 @@ fn refused(from: &str, file: &Path, to: &Path) -> Option<String> {
 
 /// The directory of each dependency of a manifest, of all kinds and targets.
 fn dependencies(manifest: &Path, workspace: &BTreeMap<String, PathBuf>) -> Vec<PathBuf> {
-    fn walk(table: &toml::Table, inside: bool, found: &mut dyn FnMut(&str, &toml::Value)) {
+    fn walk(table: &toml::Table, inside: bool, visit: &mut dyn FnMut(&str, &toml::Value)) {
         for (key, value) in table {
             let dependencies = ["dependencies", "dev-dependencies", "build-dependencies"].contains(&key.as_str());
             match value {
-                toml::Value::Table(table) if dependencies => table.iter().for_each(|(name, value)| found(name, value)),
-                toml::Value::Table(table) if !inside || key != "workspace" => walk(table, true, found),
+                toml::Value::Table(table) if dependencies => table.iter().for_each(|(name, value)| visit(name, value)),
+                toml::Value::Table(table) if !inside || key != "workspace" => walk(table, true, visit),
                 _ => {}
             }
         }
@@ -123,22 +123,22 @@ fn no_package_depends_on_a_room_above() {
     let workspace = workspace();
     assert!(workspace.len() > 5, "{workspace:?}");
     let mut problems = Vec::new();
-    let mut seen = 0;
+    let mut count = 0;
     for (name, _) in ROOMS {
         for manifest in files(&root().join(name), &["Cargo.toml"]) {
             let all = dependencies(&manifest, &workspace);
-            seen += all.len();
+            count += all.len();
             problems.extend(all.iter().filter_map(|to| refused(name, &manifest, to)));
         }
     }
-    assert!(seen > 20, "only {seen} dependencies were found");
+    assert!(count > 20, "only {count} dependencies were found");
     assert!(problems.is_empty(), "{}", problems.join("\n"));
 }
 
 #[test]
 fn no_source_names_a_file_of_a_room_above() {
     let mut problems = Vec::new();
-    let mut seen = 0;
+    let mut count = 0;
     for (name, _) in ROOMS {
         for file in files(&root().join(name), &[".rs"]) {
             let text = std::fs::read_to_string(&file).unwrap();
@@ -147,7 +147,7 @@ fn no_source_names_a_file_of_a_room_above() {
                 // Relative to the file or to the package: a path that leads outside of both is tested from both.
                 for words in line.split('"').skip(1).step_by(2).filter(|words| words.contains("../")) {
                     let words = words.trim_start_matches('/');
-                    seen += 1;
+                    count += 1;
                     let from = if line.contains("path =") || line.contains("include") {
                         file.parent().unwrap()
                     } else {
@@ -158,7 +158,7 @@ fn no_source_names_a_file_of_a_room_above() {
             }
         }
     }
-    assert!(seen > 20, "only {seen} paths were found");
+    assert!(count > 20, "only {count} paths were found");
     assert!(problems.is_empty(), "{}", problems.join("\n"));
 }
 
@@ -166,9 +166,9 @@ fn no_source_names_a_file_of_a_room_above() {
 fn the_python_package_names_no_room_above() {
     let mut problems = Vec::new();
     let endings = [".py", ".toml", ".pth", ".cpp", ".h"];
-    let found = files(&root().join("app/python"), &endings);
-    assert!(found.len() > 20);
-    for file in found {
+    let sources = files(&root().join("app/python"), &endings);
+    assert!(sources.len() > 20);
+    for file in sources {
         let text = std::fs::read_to_string(&file).unwrap();
         for name in ABOVE.iter().chain(&["trainer", "kernels"]) {
             let quoted = [format!("\"{name}\""), format!("\"{name}/"), format!("../{name}/"), format!("{name}/src")];

@@ -11,8 +11,8 @@ const PROFILE: &str = include_str!("../../../allocators/device/src/profiles/h200
 fn an_experiment_leaves_its_spec_and_a_folder_for_each_run() {
     let test_dir = TestDir::new();
     test_dir.write("small.toml", SMALL);
-    let ran = run(&test_dir, &["--json"]).ok();
-    let cells = ran.json();
+    let output = run(&test_dir, &["--json"]).ok();
+    let cells = output.json();
     assert_eq!(cells.as_array().unwrap().len(), 4);
     for cell in cells.as_array().unwrap() {
         assert_eq!((&cell["done"], &cell["planned"], &cell["failed"]), (&json!(2), &json!(2), &json!(0)), "{cell}");
@@ -28,10 +28,10 @@ fn an_experiment_leaves_its_spec_and_a_folder_for_each_run() {
         experiment["runs"].as_array().unwrap().iter().map(|run| run["id"].as_str().unwrap()).collect();
     assert_eq!(planned, IDS);
 
-    let found = runs(&test_dir, "out");
-    assert_eq!(found.keys().collect::<Vec<_>>(), IDS);
+    let records = runs(&test_dir, "out");
+    assert_eq!(records.keys().collect::<Vec<_>>(), IDS);
     let mut positions = Vec::new();
-    for (id, text) in &found {
+    for (id, text) in &records {
         let record: Value = serde_json::from_str(text).unwrap();
         assert_eq!((&record["id"], &record["status"], &record["exit_code"]), (&json!(id), &json!("done"), &json!(0)));
         assert_eq!(record["spec_sha256"], experiment["spec_sha256"]);
@@ -57,8 +57,8 @@ fn an_experiment_leaves_its_spec_and_a_folder_for_each_run() {
     }
     // A second call: nothing to do, nothing changed, the same table.
     let again = run(&test_dir, &["--json"]).ok();
-    assert_eq!(again.stdout, ran.stdout);
-    assert_eq!(runs(&test_dir, "out"), found);
+    assert_eq!(again.stdout, output.stdout);
+    assert_eq!(runs(&test_dir, "out"), records);
 }
 
 #[test]
@@ -68,13 +68,13 @@ fn a_failing_arm_is_recorded_and_the_others_go_on() {
     let spec =
         SMALL.replace("hidden = [5, 9]", "hidden = [5, 900]\nmemory-limit = [\"40K\"]").replace(", \"caching\"", "");
     test_dir.write("small.toml", &spec);
-    let ran = run(&test_dir, &[]);
-    assert_eq!(ran.code, Some(1), "{ran:#?}");
-    assert!(ran.stdout.contains("0/2 2 failed") && ran.stdout.contains("2/2"), "{ran:#?}");
-    let last = ran.stderr.lines().last().unwrap();
+    let output = run(&test_dir, &[]);
+    assert_eq!(output.code, Some(1), "{output:#?}");
+    assert!(output.stdout.contains("0/2 2 failed") && output.stdout.contains("2/2"), "{output:#?}");
+    let last = output.stderr.lines().last().unwrap();
     assert!(last.starts_with("error: 2 runs failed; small/0") && last.contains("out of memory"), "{last}");
-    let found = runs(&test_dir, "out");
-    let failed: Vec<Value> = found
+    let records = runs(&test_dir, "out");
+    let failed: Vec<Value> = records
         .values()
         .map(|text| serde_json::from_str::<Value>(text).unwrap())
         .filter(|record| record["status"] == "failed")
@@ -87,7 +87,7 @@ fn a_failing_arm_is_recorded_and_the_others_go_on() {
     // A failed run is repeated, a complete one is not.
     assert_eq!(run(&test_dir, &[]).code, Some(1));
     let again = runs(&test_dir, "out");
-    for (id, text) in found.iter().filter(|(_, text)| text.contains("\"done\"")) {
+    for (id, text) in records.iter().filter(|(_, text)| text.contains("\"done\"")) {
         assert_eq!(&again[id], text);
     }
 }
@@ -114,12 +114,12 @@ fn arms_that_cannot_run_here_are_skipped_with_a_reason() {
     run(&test_dir, &[]).refused(2, &["small.toml:1: theirs 5", "--weights half needs --dtype bf16 or f16, found f32"]);
     test_dir.write("small.toml", &spec);
     let mut command = test_dir.process(&["run", "small.toml", "--device", "sim", "-o", "out"]);
-    let ran = Ran::of(command.env("PYTHON", "no-such-python").output().unwrap()).ok();
-    let note = ran.stderr.lines().find(|line| line.contains("skipped")).unwrap();
+    let output = Ran::of(command.env("PYTHON", "no-such-python").output().unwrap()).ok();
+    let note = output.stderr.lines().find(|line| line.contains("skipped")).unwrap();
     assert!(note.starts_with("note: small: 4 runs of PyTorch are skipped: "), "{note}");
-    assert!(ran.stdout.contains("0/2 2 skipped"), "{}", ran.stdout);
-    let found = runs(&test_dir, "out");
-    let record: Value = serde_json::from_str(&found["04-theirs-5-r0"]).unwrap();
+    assert!(output.stdout.contains("0/2 2 skipped"), "{}", output.stdout);
+    let records = runs(&test_dir, "out");
+    let record: Value = serde_json::from_str(&records["04-theirs-5-r0"]).unwrap();
     assert_eq!((&record["status"], &record["files"]), (&json!("skipped"), &json!([])));
     assert!(!record["error"].as_str().unwrap().is_empty());
 }
@@ -149,17 +149,17 @@ fn a_folder_of_something_else_is_left_alone() {
 
     std::fs::remove_file(&stranger).unwrap();
     run(&test_dir, &[]).ok();
-    let found = runs(&test_dir, "out");
+    let records = runs(&test_dir, "out");
     // A comment does not change the spec; a value does.
     test_dir.write("small.toml", format!("# better\n{SMALL}"));
     run(&test_dir, &[]).ok();
-    assert_eq!(runs(&test_dir, "out"), found);
+    assert_eq!(runs(&test_dir, "out"), records);
     test_dir.write("small.toml", SMALL.replace("epochs = 2", "epochs = 1"));
     run(&test_dir, &[]).refused(2, &["another version of this spec", "-o", "--again"]);
-    assert_eq!(runs(&test_dir, "out"), found);
+    assert_eq!(runs(&test_dir, "out"), records);
     run(&test_dir, &["--again"]).ok();
     assert_eq!(runs(&test_dir, "out").len(), 8);
-    assert_ne!(runs(&test_dir, "out"), found);
+    assert_ne!(runs(&test_dir, "out"), records);
 
     let path = test_dir.at("out/small/experiment.json");
     let text = std::fs::read_to_string(&path).unwrap();
@@ -291,17 +291,17 @@ fn the_records_are_as_the_schema_describes_them() {
             assert!(commit.len() >= 40 && of["git_dirty"].is_boolean(), "{of}");
         }
     }
-    let mut found = keys(&record, "machine");
+    let mut written = keys(&record, "machine");
     // Keys that some systems lack.
-    let mut wanted = described("run.json");
+    let mut expected = described("run.json");
     // The plan's keys are replaced by a link to their table.
-    wanted.retain(|key| key != "…");
-    wanted.extend(described("A planned run"));
-    wanted.sort();
-    for list in [&mut found, &mut wanted] {
+    expected.retain(|key| key != "…");
+    expected.extend(described("A planned run"));
+    expected.sort();
+    for list in [&mut written, &mut expected] {
         list.retain(|key| key != "machine.cpu" && key != "machine.load");
     }
-    assert_eq!(found, wanted);
+    assert_eq!(written, expected);
     // A run's record contains all keys of the plan.
     for key in experiment["runs"][0].as_object().unwrap().keys() {
         assert_eq!(experiment["runs"][0][key], record[key], "{key}");

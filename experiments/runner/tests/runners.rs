@@ -12,12 +12,12 @@ fn a_killed_runner_goes_on_where_it_was() {
     let arguments = ["run", "small.toml", "--device", "sim", "-o", "out"];
     let mut child = test_dir.process(&arguments).stdout(std::process::Stdio::null()).spawn().unwrap();
     let folder = test_dir.at("out/small/runs");
-    let whole = || {
+    let complete = || {
         let names = if folder.is_dir() { names(&folder) } else { Vec::new() };
         names.into_iter().filter(|name| !name.starts_with('.')).count()
     };
     let begun = Instant::now();
-    while whole() < 3 {
+    while complete() < 3 {
         assert!(begun.elapsed() < HANGS, "it should have done three runs");
         assert!(child.try_wait().unwrap().is_none(), "it should be running");
         std::thread::sleep(Duration::from_millis(1));
@@ -53,8 +53,8 @@ fn shards_put_together_are_the_whole() {
     }
     assert_eq!(runs(&test_dir, "a").keys().collect::<Vec<_>>(), IDS);
     let merged = test_dir.run(&["run", "small.toml", "--device", "sim", "-o", "a", "--json"]).ok();
-    let done: Vec<u64> = merged.rows().iter().map(|cell| cell["done"].as_u64().unwrap()).collect();
-    assert_eq!(done, [2, 2, 2, 2]);
+    let completed: Vec<u64> = merged.rows().iter().map(|cell| cell["done"].as_u64().unwrap()).collect();
+    assert_eq!(completed, [2, 2, 2, 2]);
     let mut together = first;
     together.extend(second);
     assert_eq!(runs(&test_dir, "a"), together, "there was nothing left to do");
@@ -70,11 +70,11 @@ fn of_runners_that_begin_at_once_one_works() {
         runner.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
     };
     let runners: Vec<_> = (0..6).map(|_| start()).collect();
-    let ran = runners.into_iter().map(|runner| Ran::of(runner.wait_with_output().unwrap()));
-    let (done, refused): (Vec<Ran>, Vec<Ran>) = ran.partition(|ran| ran.code == Some(0));
+    let outputs = runners.into_iter().map(|runner| Ran::of(runner.wait_with_output().unwrap()));
+    let (completed, refused): (Vec<Ran>, Vec<Ran>) = outputs.partition(|output| output.code == Some(0));
     // One that starts after the first has ended finds all runs complete.
-    assert!(!done.is_empty());
-    refused.iter().for_each(|ran| ran.refused(2, &["another run is at work in", "out/small", "with -o"]));
+    assert!(!completed.is_empty());
+    refused.iter().for_each(|output| output.refused(2, &["another run is at work in", "out/small", "with -o"]));
     let runs = runs(&test_dir, "out");
     assert_eq!(runs.keys().collect::<Vec<_>>(), IDS);
     for text in runs.values() {
@@ -174,25 +174,25 @@ fn four_shards_in_one_folder_do_the_plan_once() {
             (id.clone(), std::fs::read_to_string(test_dir.at("out/small/runs").join(id).join("run.json")).unwrap())
         })
         .collect();
-    let told = status(&test_dir);
-    let second = told["runners"].as_array().unwrap().iter().find(|part| part["shard"] == "2/4").unwrap();
+    let report = status(&test_dir);
+    let second = report["runners"].as_array().unwrap().iter().find(|part| part["shard"] == "2/4").unwrap();
     assert_eq!((&second["runner"], &second["planned"], &second["running"]), (&json!("stale"), &json!(10), &json!(0)));
     at_work.push(start(&test_dir, &["--shard", "2/4"]));
     for child in at_work {
         Ran::of(child.wait_with_output().unwrap()).ok();
     }
-    let found = runs(&test_dir, "out");
+    let records = runs(&test_dir, "out");
     let planned = json_at(&test_dir.at("out/small/experiment.json"));
     let planned: Vec<&str> =
         planned["runs"].as_array().unwrap().iter().map(|run| run["id"].as_str().unwrap()).collect();
-    assert_eq!(found.keys().collect::<Vec<_>>(), planned, "none is lost, nothing half-written is left");
-    for (index, text) in found.values().enumerate() {
+    assert_eq!(records.keys().collect::<Vec<_>>(), planned, "none is lost, nothing half-written is left");
+    for (index, text) in records.values().enumerate() {
         let record: Value = serde_json::from_str(text).unwrap();
         assert_eq!((&record["status"], &record["jobs"]), (&json!("done"), &json!(1)));
         assert_eq!(record["shard"], format!("{}/4", index % 4 + 1), "each run is its shard's");
     }
     for (id, text) in before {
-        assert_eq!(found[&id], text, "{id} should not be repeated");
+        assert_eq!(records[&id], text, "{id} should not be repeated");
     }
     assert_eq!(names(&test_dir.at("out")), ["small"], "no lock is left");
     assert_eq!(counts(&status(&test_dir)), [40, 0, 0, 0, 0]);
@@ -217,7 +217,7 @@ fn the_jobs_of_an_array_share_a_folder() {
         shell.envs(variables.iter().map(|(name, value)| (*name, value.as_str())));
         shell.stderr(std::process::Stdio::piped()).stdout(std::process::Stdio::piped()).spawn().unwrap()
     };
-    let done = |child: std::process::Child| Ran::of(child.wait_with_output().unwrap()).ok();
+    let finish = |child: std::process::Child| Ran::of(child.wait_with_output().unwrap()).ok();
     // `--array=10-14:2`: three jobs.
     let of_array = |task: u32| {
         let number = |text: &str| text.to_owned();
@@ -231,20 +231,23 @@ fn the_jobs_of_an_array_share_a_folder() {
         ]
     };
     let jobs = [10, 12, 14].map(|task| job(&of_array(task)));
-    jobs.into_iter().for_each(|child| drop(done(child)));
-    let found = runs(&test_dir, "out");
-    assert_eq!(found.keys().collect::<Vec<_>>(), IDS);
-    for (index, text) in found.values().enumerate() {
+    jobs.into_iter().for_each(|child| drop(finish(child)));
+    let records = runs(&test_dir, "out");
+    assert_eq!(records.keys().collect::<Vec<_>>(), IDS);
+    for (index, text) in records.values().enumerate() {
         let record: Value = serde_json::from_str(text).unwrap();
         let task = 10 + 2 * (index % 3);
-        let wanted = json!({"id": (100 + task).to_string(), "array_id": "100", "array_task": task.to_string()});
-        assert_eq!((&record["shard"], &record["provenance"]["job"]), (&json!(format!("{}/3", index % 3 + 1)), &wanted));
+        let expected = json!({"id": (100 + task).to_string(), "array_id": "100", "array_task": task.to_string()});
+        assert_eq!(
+            (&record["shard"], &record["provenance"]["job"]),
+            (&json!(format!("{}/3", index % 3 + 1)), &expected)
+        );
     }
     // One of four by itself, and a job outside an array.
     std::fs::remove_dir_all(test_dir.at("out")).unwrap();
-    done(job(&[("SLURM_ARRAY_TASK_ID", "2".into()), ("SLURM_ARRAY_TASK_MIN", "2".into()), ("SHARDS", "4".into())]));
+    finish(job(&[("SLURM_ARRAY_TASK_ID", "2".into()), ("SLURM_ARRAY_TASK_MIN", "2".into()), ("SHARDS", "4".into())]));
     assert_eq!(runs(&test_dir, "out").into_keys().collect::<Vec<_>>(), [IDS[2], IDS[6]]);
-    done(job(&[]));
+    finish(job(&[]));
     assert_eq!(runs(&test_dir, "out").into_keys().collect::<Vec<_>>(), IDS);
 }
 
@@ -263,13 +266,16 @@ fn shards_share_a_folder_only_with_shards_of_their_number() {
         run(&test_dir, more).refused(2, &["another run is at work in", "out/small", words]);
     }
     // Its run is in progress, its lock names the runner, and the others have no runner.
-    let told = status(&test_dir);
-    assert_eq!(counts(&told), [0, 1, 0, 0, 7]);
-    assert_eq!((&told["experiment"], &told["device"], &told["locks"]), (&json!("small"), &json!("sim"), &json!(true)));
-    let runners = told["runners"].as_array().unwrap();
+    let report = status(&test_dir);
+    assert_eq!(counts(&report), [0, 1, 0, 0, 7]);
+    assert_eq!(
+        (&report["experiment"], &report["device"], &report["locks"]),
+        (&json!("small"), &json!("sim"), &json!(true))
+    );
+    let runners = report["runners"].as_array().unwrap();
     assert_eq!((runners.len(), &runners[1]["runner"], &runners[0]["runner"]), (8, &json!("running"), &json!("none")));
     assert_eq!(runners[1]["holder"]["process"], first.id());
-    assert_eq!((&told["runs"][1]["state"], &told["runs"][0]["state"]), (&json!("running"), &json!("left")));
+    assert_eq!((&report["runs"][1]["state"], &report["runs"][0]["state"]), (&json!("running"), &json!("left")));
     let text = test_dir.run(&["status", "out/small"]).ok().stdout;
     assert_eq!(
         closing(&text),
@@ -278,9 +284,9 @@ fn shards_share_a_folder_only_with_shards_of_their_number() {
     first.kill().unwrap();
     first.wait().unwrap();
     // Its current run is stale, and its other runs remain.
-    let told = status(&test_dir);
-    assert_eq!(counts(&told), [0, 0, 0, 0, 8]);
-    assert_eq!((&told["runners"][1]["runner"], &told["runs"][1]["stale"]), (&json!("stale"), &json!(true)));
+    let report = status(&test_dir);
+    assert_eq!(counts(&report), [0, 0, 0, 0, 8]);
+    assert_eq!((&report["runners"][1]["runner"], &report["runs"][1]["stale"]), (&json!("stale"), &json!(true)));
     let text = test_dir.run(&["status", "out/small"]).ok().stdout;
     assert!(text.contains("stale: small/01-naive-5-r1 was begun by a runner that is gone"), "{text}");
     assert!(text.contains("stale: it was killed"), "{text}");
@@ -292,9 +298,9 @@ fn status_tells_what_failed_and_refuses_what_is_no_experiment() {
     let spec = SMALL.replace("hidden = [5, 9]", "hidden = [5, 900]\nmemory-limit = [\"40K\"]");
     test_dir.write("small.toml", spec.replace(", \"caching\"", ""));
     assert_eq!(run(&test_dir, &[]).code, Some(1));
-    let told = status(&test_dir);
-    assert_eq!(counts(&told), [2, 0, 2, 0, 0]);
-    assert!(told["runs"][2]["error"].as_str().unwrap().contains("out of memory"), "{told}");
+    let report = status(&test_dir);
+    assert_eq!(counts(&report), [2, 0, 2, 0, 0]);
+    assert!(report["runs"][2]["error"].as_str().unwrap().contains("out of memory"), "{report}");
     let text = test_dir.run(&["status", "out"]).ok().stdout;
     assert!(text.contains("failed: small/02-naive-900-40k-r0: "), "{text}");
     assert_eq!(closing(&text), ["2 of 4 runs are done, 2 failed.", "run small --device sim -o out"]);
@@ -324,9 +330,9 @@ fn parallel_simulated_runs_equal_sequential_ones() {
         let record: Value = serde_json::from_str(&text).unwrap();
         assert_eq!((&record["jobs"], record["shard"].is_null()), (&json!(3), true));
     }
-    let ran = run(&test_dir, &["--jobs", "2"]).ok();
-    let wanted = ["8 of 8 runs of small are done; the records are in out/small.", "vramlab report out/small"];
-    assert_eq!(closing(&ran.stdout), wanted, "{ran:#?}");
+    let output = run(&test_dir, &["--jobs", "2"]).ok();
+    let expected = ["8 of 8 runs of small are done; the records are in out/small.", "vramlab report out/small"];
+    assert_eq!(closing(&output.stdout), expected, "{output:#?}");
     // A GPU runs one process at a time.
     let cuda = ["run", "small.toml", "--device", "cuda", "-o", "cuda", "--jobs", "2"];
     test_dir.run(&cuda).refused(2, &["--jobs on a GPU is for specs with concurrent = true"]);
@@ -395,10 +401,10 @@ mod ends {
                 let test_dir = TestDir::new();
                 let (child, trainers) = long(&test_dir, &["--jobs", &jobs.to_string()], jobs);
                 send(signal, child.id());
-                let ran = Ran::of(child.wait_with_output().unwrap());
-                assert_eq!((ran.code, ran.stdout.as_str()), (Some(code), ""), "{signal:?} {ran:#?}");
-                let said = "error: interrupted in small; what was done is kept, the same command goes on";
-                assert_eq!(ran.stderr.lines().last(), Some(said), "{ran:#?}");
+                let output = Ran::of(child.wait_with_output().unwrap());
+                assert_eq!((output.code, output.stdout.as_str()), (Some(code), ""), "{signal:?} {output:#?}");
+                let message = "error: interrupted in small; what was done is kept, the same command goes on";
+                assert_eq!(output.stderr.lines().last(), Some(message), "{output:#?}");
                 assert_eq!(begun_and_whole(&test_dir), (Vec::new(), Vec::new()), "{signal:?}");
                 assert!(trainers.iter().all(|trainer| is_over(*trainer)), "{signal:?}");
                 assert_eq!(names(&test_dir.at("out")), ["small"], "no lock is left");

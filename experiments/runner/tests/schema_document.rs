@@ -105,8 +105,8 @@ impl Types {
     /// The type of this name as seen from a file: the file's own, or else the only serialised one.
     fn find(&self, name: &str, file: &Path) -> Option<&Declared> {
         let all = self.0.get(name)?;
-        if let Some(own) = all.iter().find(|declared| declared.file == file) {
-            return Some(own);
+        if let Some(local) = all.iter().find(|declared| declared.file == file) {
+            return Some(local);
         }
         let text = std::fs::read_to_string(root().join(file)).unwrap();
         let module = |declared: &&Declared| {
@@ -162,14 +162,14 @@ fn attributes(item: &Item) -> &[Attribute] {
 }
 
 fn serialised(item: &Item) -> bool {
-    let mut found = false;
+    let mut is_serialized = false;
     for attribute in attributes(item).iter().filter(|attribute| attribute.path().is_ident("derive")) {
         let _ = attribute.parse_nested_meta(|meta| {
-            found |= meta.path.segments.last().is_some_and(|last| last.ident == "Serialize");
+            is_serialized |= meta.path.segments.last().is_some_and(|last| last.ident == "Serialize");
             Ok(())
         });
     }
-    found
+    is_serialized
 }
 
 /// The serde attributes by name; those without a value have an empty one.
@@ -241,8 +241,8 @@ fn values(item: &Item) -> Vec<(String, String)> {
         Item::Enum(item) => {
             let rule = serde(&item.attrs);
             let of = |variant: &Variant| {
-                let own = serde(&variant.attrs).remove("rename");
-                own.unwrap_or_else(|| renamed(&variant.ident.to_string(), rule.get("rename_all")))
+                let name = serde(&variant.attrs).remove("rename");
+                name.unwrap_or_else(|| renamed(&variant.ident.to_string(), rule.get("rename_all")))
             };
             item.variants.iter().map(|variant| (of(variant), documentation(&variant.attrs))).collect()
         }

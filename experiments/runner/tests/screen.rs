@@ -185,7 +185,7 @@ fn what_comes_from_outside_moves_no_cursor() {
     let text = std::fs::read_to_string(&run).unwrap().replace("\"done\"", &format!("\"{written}\""));
     std::fs::write(&run, text).unwrap();
     // Not all messages name their input.
-    let mut told = 0;
+    let mut count = 0;
     for arguments in [
         &["compare", "--arm", hostile][..],
         &["compare", "--device", hostile],
@@ -211,9 +211,9 @@ fn what_comes_from_outside_moves_no_cursor() {
             // As the printer, JSON, or Rust's own quoting write them.
             escaped |= [r"\x", r"\u"].iter().any(|sign| text.contains(sign));
         }
-        told += usize::from(escaped);
+        count += usize::from(escaped);
     }
-    assert!(told > 7, "{told} outputs show something of it");
+    assert!(count > 7, "{count} outputs show something of it");
 }
 
 #[test]
@@ -224,7 +224,7 @@ fn the_last_lines_are_what_was_found_and_the_next_command() {
     let rows = |arguments: &[&str]| test_dir.run(&[arguments, &["--json"]].concat()).rows();
     let compare = [&["compare"], &IRIS[..]].concat();
     let compared = rows(&compare);
-    let kept = rows(&["list", "--specs", specs]);
+    let questions = rows(&["list", "--specs", specs]);
     let run = ["run", "small.toml", "--device", "sim", "-o", "out"];
     let bench = ["bench", "--case", "pair/512", "--repeats", "1", "--alloc", "caching"];
     let fidelity = ["fidelity", "--measured", "out/small", "--against", "out/small"];
@@ -234,16 +234,16 @@ fn the_last_lines_are_what_was_found_and_the_next_command() {
             vec![format!("'{}' is the fastest", least(&compared, "step_s", "arm"))],
             "--dataset=iris --hidden=16 --layers=2 --epochs=3 --log-driver-calls",
         ),
-        (&["list", "--specs", specs], vec![format!("{} questions", kept.len())], "--device sim"),
+        (&["list", "--specs", specs], vec![format!("{} questions", questions.len())], "--device sim"),
         (&run, vec!["runs of small are done".to_owned(), "out/small".to_owned()], "vramlab report out/small"),
         (&["status", "out/small"], vec!["runs are done".to_owned()], "vramlab report out/small"),
         (&fidelity, vec!["cells are as measured".to_owned()], "experiments compare"),
         (&bench, vec!["caching takes".to_owned()], "experiments compare"),
     ] {
         let text = by_path(&test_dir, arguments);
-        let (found, next) = end(&text);
-        assert!(found.ends_with('.') && found.split(' ').count() > 4, "{arguments:?}: {found}");
-        assert!(words.iter().all(|words| found.contains(words)), "{arguments:?}: {words:?} should be in: {found}");
+        let (summary, next) = end(&text);
+        assert!(summary.ends_with('.') && summary.split(' ').count() > 4, "{arguments:?}: {summary}");
+        assert!(words.iter().all(|words| summary.contains(words)), "{arguments:?}: {words:?} should be in: {summary}");
         assert!(next.contains(next_words), "{arguments:?}: {next}");
     }
     let count = std::fs::read_dir(test_dir.at("out/small/runs")).unwrap().count();
@@ -263,10 +263,10 @@ fn the_next_command_can_be_pasted() {
 fn a_pipe_gets_lines_of_120_columns_and_whole_tables() {
     let test_dir = place();
     let output = |command: &mut Command| String::from_utf8(command.output().unwrap().stdout).unwrap();
-    let whole = output(test_dir.process(&["list", "--specs", "."]).env_remove("COLUMNS"));
-    assert!(whole.contains("Does a table of this experiment fit a terminal of eighty columns"), "{whole}");
-    assert!(whole.lines().all(|line| line.starts_with("Next: ") || line.chars().count() <= 120), "{whole}");
-    assert!(!whole.contains("no room for"), "{whole}");
+    let table = output(test_dir.process(&["list", "--specs", "."]).env_remove("COLUMNS"));
+    assert!(table.contains("Does a table of this experiment fit a terminal of eighty columns"), "{table}");
+    assert!(table.lines().all(|line| line.starts_with("Next: ") || line.chars().count() <= 120), "{table}");
+    assert!(!table.contains("no room for"), "{table}");
     let narrow = output(test_dir.process(&["list", "--specs", "."]).env("COLUMNS", "60"));
     assert!(narrow.lines().all(|line| line.chars().count() <= 60), "{narrow}");
 }

@@ -70,9 +70,9 @@ pub(crate) fn run(folder: &Path, cases: &[Case], histories: &[Named], repeats: u
     if !output.status.success() {
         bail!("the baselines ended with {}; what they said is above", output.status);
     }
-    let found: Output =
+    let document: Output =
         serde_json::from_slice(&output.stdout).context("the baselines printed something other than their rows")?;
-    report.rows.extend(found.rows);
-    report.missing.extend(found.missing);
+    report.rows.extend(document.rows);
+    report.missing.extend(document.missing);
     Ok(())
 }

@@ -111,8 +111,8 @@ pub(super) fn seconds(rows: &[Value]) -> Option<f64> {
     // `wall_s` of a run is that of its process; elsewhere it may cover only a part.
     let took =
         |row: &Value| row["took_s"].as_f64().or_else(|| row["wall_s"].as_f64().filter(|_| row["status"] == "done"));
-    let told: Vec<f64> = rows.iter().filter_map(took).collect();
-    (!told.is_empty()).then(|| told.iter().sum())
+    let durations: Vec<f64> = rows.iter().filter_map(took).collect();
+    (!durations.is_empty()).then(|| durations.iter().sum())
 }
 
 /// Total duration of a part's committed records in seconds, if all of them contain it.

@@ -180,9 +180,9 @@ impl Experiment<'_> {
         }
         // Several shards may make the same file: each in a separate directory; the file gets its name when it is
         // complete.
-        let own =
+        let directory =
             self.shard.map_or_else(|| ".part".to_owned(), |shard| format!(".{}-of-{}.part", shard.number, shard.of));
-        let part = self.planned.folder.join("start").join(own);
+        let part = self.planned.folder.join("start").join(directory);
         remove(&part)?;
         let fresh = part.join(name);
         let folder = fresh.parent().unwrap_or(&part);

@@ -166,11 +166,11 @@ fn file_name(name: &str, shard: Option<Shard>) -> String {
 fn in_the_way(held: &[Option<Shard>], shard: Option<Shard>) -> Option<String> {
     let list = |shards: &[Shard]| shards.iter().map(ToString::to_string).collect::<Vec<String>>().join(", ");
     let shards: Vec<Shard> = held.iter().copied().flatten().collect();
-    let whole = shards.len() < held.len();
+    let has_unsharded = shards.len() < held.len();
     match shard {
-        None if whole => Some(String::new()),
+        None if has_unsharded => Some(String::new()),
         None if !shards.is_empty() => Some(format!(", on shard {}", list(&shards))),
-        Some(_) if whole => Some(", on all of its runs".into()),
+        Some(_) if has_unsharded => Some(", on all of its runs".into()),
         Some(new) if shards.contains(&new) => Some(format!(", on the same shard {new}")),
         Some(new) if shards.iter().any(|shard| shard.of != new.of) => Some(format!(
             ", on shard {}: runners that share a directory divide it by the same number, not by {}",
@@ -186,16 +186,16 @@ fn files(folder: &Path) -> Result<Vec<(Option<Shard>, PathBuf)>> {
     let (out, name) = parts(folder)?;
     let entries = if out.exists() { repository::entries(out)? } else { Vec::new() };
     let lock = |path: PathBuf| Some((shard_of(path.file_name()?.to_str()?, &name)?, path));
-    let mut found: Vec<(Option<Shard>, PathBuf)> = entries.into_iter().filter_map(lock).collect();
-    found.sort_by_key(|(shard, _)| shard.map(|shard| (shard.of, shard.number)));
-    Ok(found)
+    let mut files: Vec<(Option<Shard>, PathBuf)> = entries.into_iter().filter_map(lock).collect();
+    files.sort_by_key(|(shard, _)| shard.map(|shard| (shard.of, shard.number)));
+    Ok(files)
 }
 
 /// All locks of a directory, to be called within its gate; `None` where the file system has no locks.
 fn look(folder: &Path) -> Result<Option<Vec<Found>>> {
     /// Longer than any holder's text.
     const LONGEST: u64 = 4096;
-    let mut found = Vec::new();
+    let mut locks = Vec::new();
     for (shard, path) in files(folder)? {
         let file = match input::open(&path) {
             Err(error) if error.kind() == ErrorKind::NotFound => continue,
@@ -212,9 +212,9 @@ fn look(folder: &Path) -> Result<Option<Vec<Found>>> {
             Taken::Held => true,
             Taken::Ours(_) => false,
         };
-        found.push(Found { shard, held, holder, path });
+        locks.push(Found { shard, held, holder, path });
     }
-    Ok(Some(found))
+    Ok(Some(locks))
 }
 
 /// The shard in a lock file's name; `None` if the file is not of this experiment.

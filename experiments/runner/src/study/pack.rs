@@ -244,26 +244,26 @@ fn without(file: &str, part: &str, text: &str) -> Result<Option<String>> {
         let rest = rest.into_inner().map_err(|error| anyhow!("{}", error.error()))?;
         return Ok(Some(String::from_utf8(rest)?));
     }
-    let mut found = false;
+    let mut is_present = false;
     if let Some((key, word)) = part.split_once('=').filter(|_| file.ends_with(".jsonl")) {
         let mut rest = String::new();
         for line in text.lines() {
             let value: Value = serde_json::from_str(line)?;
             if value[key].as_str().is_some_and(|text| text.contains(word)) {
-                found = true;
+                is_present = true;
             } else {
                 rest.extend([line, "\n"]);
             }
         }
-        return Ok(found.then_some(rest));
+        return Ok(is_present.then_some(rest));
     }
     let mut cut = |text: &str| -> Result<String> {
         let mut value = serde_json::from_str(text)?;
-        found |= remove(&mut value, part);
+        is_present |= remove(&mut value, part);
         Ok(format!("{value}\n"))
     };
     let rest = if file.ends_with(".jsonl") { text.lines().map(cut).collect::<Result<String>>()? } else { cut(text)? };
-    Ok(found.then_some(rest))
+    Ok(is_present.then_some(rest))
 }
 
 /// Removes the value at the keys; returns whether it existed.

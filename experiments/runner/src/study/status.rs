@@ -137,34 +137,35 @@ fn of(folder: &Path) -> Result<Status> {
     let path = folder.join(EXPERIMENT);
     let record = read_json(&path)?;
     let text = |key: &str| {
-        let found = record[key].as_str().map(str::to_owned);
-        found.with_context(|| format!("{} has no {key}, so no experiment wrote it", path.display()))
+        let value = record[key].as_str().map(str::to_owned);
+        value.with_context(|| format!("{} has no {key}, so no experiment wrote it", path.display()))
     };
     let (experiment, device, sha256) = (text("name")?, text("device")?, text("spec_sha256")?);
     let planned = record["runs"].as_array().with_context(|| format!("{} has no runs", path.display()))?;
     let at_work = lock::at_work(&absolute)?;
-    let found = at_work.as_deref().unwrap_or_default();
+    let locks = at_work.as_deref().unwrap_or_default();
     let is_held =
-        |index: usize| found.iter().any(|lock| lock.held && lock.shard.is_none_or(|shard| shard.holds(index)));
+        |index: usize| locks.iter().any(|lock| lock.held && lock.shard.is_none_or(|shard| shard.holds(index)));
     let mut runs = Vec::new();
-    let mut shards: Vec<Shard> = found.iter().filter_map(|lock| lock.shard).collect();
+    let mut shards: Vec<Shard> = locks.iter().filter_map(|lock| lock.shard).collect();
     for (index, run) in planned.iter().enumerate() {
         let id = run["id"].as_str().filter(|id| is_plain(id));
         let id = id.with_context(|| format!("{}: the run {index} has no id that names a directory", path.display()))?;
         let runs_folder = folder.join(RUNS);
-        let (own, begun) = (runs_folder.join(id), part_of(&runs_folder, id).exists());
-        let state = match status_of(&own, &sha256)? {
+        let (directory, begun) = (runs_folder.join(id), part_of(&runs_folder, id).exists());
+        let state = match status_of(&directory, &sha256)? {
             Some(RunStatus::Done) => State::Done,
             _ if begun && is_held(index) => State::Running,
             Some(RunStatus::Failed) => State::Failed,
             Some(RunStatus::Skipped) => State::Skipped,
             None => State::Left,
         };
-        let of_run = if state == State::Left { Value::Null } else { read_json(&own.join(RUN)).unwrap_or_default() };
+        let of_run =
+            if state == State::Left { Value::Null } else { read_json(&directory.join(RUN)).unwrap_or_default() };
         let error = of_run["error"].as_str().filter(|_| state != State::Running).map(str::to_owned);
         // Where no lock names a shard, the records do.
         let shard = of_run["shard"].as_str().and_then(|shard| shard.parse::<Shard>().ok());
-        shards.extend(shard.filter(|_| found.is_empty()));
+        shards.extend(shard.filter(|_| locks.is_empty()));
         runs.push(Run {
             id: id.to_owned(),
             state,
@@ -172,7 +173,7 @@ fn of(folder: &Path) -> Result<Status> {
             stale: begun && state != State::Running && at_work.is_some(),
         });
     }
-    let runners = runners(found, &shards, &runs);
+    let runners = runners(locks, &shards, &runs);
     // Without the program's own name.
     let command = record["command"].as_array().into_iter().flatten().skip(1).filter_map(Value::as_str).map(quoted);
     let out = folder.parent().filter(|out| !out.as_os_str().is_empty()).unwrap_or(Path::new("."));
@@ -220,8 +221,8 @@ fn table(found: &[Status]) -> Table {
     let row = |name: &str, shard: &str, counts: &Counts, runner: String| {
         let of = [counts.running, counts.failed, counts.skipped, counts.left].map(|count| count.to_string());
         let [running, failed, skipped, left] = of;
-        let done = format!("{}/{}", counts.done, counts.planned);
-        [name.to_owned(), shard.to_owned(), done, running, failed, skipped, left, runner]
+        let progress = format!("{}/{}", counts.done, counts.planned);
+        [name.to_owned(), shard.to_owned(), progress, running, failed, skipped, left, runner]
     };
     for status in found {
         let whole = status.runners.iter().find(|part| part.shard.is_none());

@@ -33,10 +33,11 @@ pub(super) fn check_folder(planned: &Planned, device: &DeviceName) -> Result<()>
     let path = folder.join(EXPERIMENT);
     if !path.is_file() {
         // Names that begin with a dot are being written by another shard.
-        let whole = |entry: std::io::Result<std::fs::DirEntry>| {
+        let is_complete = |entry: std::io::Result<std::fs::DirEntry>| {
             entry.is_ok_and(|entry| !entry.file_name().to_string_lossy().starts_with('.'))
         };
-        let holds_something = std::fs::read_dir(folder).is_ok_and(|mut entries| entries.any(whole)) && !path.is_file();
+        let holds_something =
+            std::fs::read_dir(folder).is_ok_and(|mut entries| entries.any(is_complete)) && !path.is_file();
         if holds_something || folder.is_file() {
             bail!("{} already exists and has no {EXPERIMENT}; choose another directory with -o", folder.display());
         }
@@ -274,8 +275,8 @@ fn write_experiment(planned: &Planned, device: &DeviceName) -> Result<()> {
 
 /// Writes the start files of the remaining runs; runs whose file cannot be written fail.
 fn make_starts(spec: &Spec, experiment: &Experiment<'_>, left: &mut Vec<&Run>, failures: &mut Failures) -> Result<()> {
-    let wanted: BTreeMap<String, Vec<String>> = left.iter().filter_map(|run| start_of(spec, run)).collect();
-    for (name, arguments) in wanted {
+    let files: BTreeMap<String, Vec<String>> = left.iter().filter_map(|run| start_of(spec, run)).collect();
+    for (name, arguments) in files {
         let Some(error) = experiment.make_start(&name, &arguments)? else { continue };
         failures.push((format!("{}/{name}", spec.name), error));
         left.retain(|run| start_of(spec, run).is_none_or(|(other, _)| other != name));
