@@ -10,11 +10,12 @@ from pathlib import Path
 import polars as pl
 import pytest
 
+from tests.conftest import write_experiment
 from vramlab_analysis import agreement, documents, experiments, readme_figure, repository, samples, style
 from vramlab_analysis.errors import AnalysisError
 from vramlab_analysis.experiments import results
 from vramlab_analysis.measures import train_pace
-from vramlab_analysis.pages import lookup
+from vramlab_analysis.pages import lookup, replays
 from vramlab_analysis.plots import timeline
 
 ANSWERS = "experiments/answers.md"
@@ -324,3 +325,18 @@ def test_runs_of_other_work_are_refused(monkeypatch: pytest.MonkeyPatch) -> None
     assert Path(other.path).is_dir()
     with pytest.raises(AnalysisError, match=r"different work than .* \(hidden\)"):
         readme_figure.under_the_profiler("naive", other, timeline.window(capture).length)
+
+
+def test_passes_of_an_experiment_have_the_settings_of_the_older_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_experiment(tmp_path / "expandable-steps", [], name="expandable-steps")
+    for number, alloc in enumerate(("native", "expandable")):
+        run = folder / "runs" / f"{number:02}"
+        run.mkdir(parents=True)
+        meta = {"schema_version": 1, "id": run.name, "arm": "setting", "program": "inside", "repeat": 0,
+                "status": "done", "options": {"program": "passes", "alloc": alloc}}  # fmt: skip
+        (run / "run.json").write_text(json.dumps(meta))
+        (run / "result.json").write_text(json.dumps({"rows": [[0, 2, 128, 5.0, number]]}))
+    monkeypatch.setattr(replays, "kept", lambda name: [tmp_path / name])
+    assert replays._expandable_runs() == {"default": [[[0, 2, 128, 5.0, 0]]], "expandable": [[[0, 2, 128, 5.0, 1]]]}

@@ -15,6 +15,7 @@ Exit codes: 0 completed, 2 bad input, 3 out of memory (also printed).
 import argparse
 import os
 import random
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -318,6 +319,43 @@ def single_calls(options, steps):
     return measure.empty(torch, options.device != "cpu", requests())
 
 
+def three_passes(options, steps):
+    """GPT-2 on the same shapes three times, each step by itself: pass, batch, length, ms, and new segments or mapped ranges.
+
+    In the first pass every shape is new to the libraries and memory grows, in the later passes neither.
+    """
+    device = torch.device(options.device)
+    on_gpu = device.type == "cuda"
+    size = TINY if options.small else {}
+    model, optimizer, texts, loss_of = language_model(device, options.seed, fused=on_gpu, **size)
+    longest = model.places.num_embeddings
+
+    def step(rows, tokens):
+        loss = loss_of(texts(rows, tokens).to(device))
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+        if on_gpu:
+            torch.cuda.synchronize()
+
+    def driver_allocations():
+        return measure.counters(torch)["num_device_alloc"] if on_gpu else 0
+
+    for _ in range(3):
+        step(2, longest // 8)
+    draw = random.Random(1)
+    shapes = [(draw.randint(2, 8), draw.randint(longest // 8, longest)) for _ in range(steps)]
+    rows = []
+    for number in range(3):
+        for shape in shapes:
+            before, began = driver_allocations(), time.perf_counter()
+            step(*shape)
+            took_ms = round(1e3 * (time.perf_counter() - began), 3)
+            rows.append([number, *shape, took_ms, driver_allocations() - before])
+    ms = statistics.median(row[3] for row in rows if row[0])
+    return {"rows": rows, "ms": ms} | (measure.memory(torch, {}) if on_gpu else {})
+
+
 def requests():
     """The numbers on standard input, a line each: prints a line when ready, and after each turn."""
     print("ready", flush=True)
@@ -327,7 +365,7 @@ def requests():
 
 
 # Programs that measure themselves instead of having a step.
-SELF_MEASURED = {"usual": usual_script, "empty": single_calls}
+SELF_MEASURED = {"usual": usual_script, "empty": single_calls, "passes": three_passes}
 
 
 def prepare(name, device, seed, small, **more):

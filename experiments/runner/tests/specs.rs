@@ -182,6 +182,7 @@ fn the_specs_of_the_study_are_listed_and_can_be_planned() {
         "inside-limits",
         "inside-memory",
         "inside-recording",
+        "expandable-steps",
     ] {
         assert!(names.contains(&name), "{name} is missing: {names:?}");
     }
