@@ -9,7 +9,7 @@ use super::process::{Group, POLL, last_message, set_variables};
 use super::programs::CommandLine;
 use anyhow::{Context, Result};
 use serde_json::json;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, btree_map::Entry};
 use std::ffi::OsString;
 use std::fs::File;
 use std::io::{ErrorKind, Read, Write};
@@ -20,11 +20,15 @@ use std::path::Path;
 use std::process::{Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
 use tempfile::TempDir;
 use terminal::RuntimeFailure;
 
 /// Wait status of a process that signal KILL ended.
 const KILLED: i32 = 9;
+
+/// Limit on the time until a server listens, which imports PyTorch before; a cold disk may take a minute.
+const MOST_IMPORTING: Duration = Duration::from_secs(600);
 
 /// The variables of a process.
 type Environment = Vec<(String, Option<OsString>)>;
@@ -68,12 +72,12 @@ impl Forks {
             .filter_map(|(name, value)| Some((name.as_str(), value.as_ref()?.to_string_lossy().into_owned())))
             .collect();
         let arguments: Vec<_> = line.arguments.iter().map(|argument| argument.to_string_lossy()).collect();
+        let [folder, log] = [folder, log].map(Path::to_string_lossy);
         let request = json!({"arguments": arguments, "variables": variables, "folder": folder, "log": log});
         let mut connection = self.server(line, |server| server.connect(stop))?;
-        connection
-            .write_all(format!("{request}\n").as_bytes())
-            .and_then(|()| connection.set_nonblocking(true))
-            .context("cannot send a run to the process that forks it")?;
+        // This fails if the server has ended, which `Forked::ended` notices.
+        let _ = connection.write_all(format!("{request}\n").as_bytes());
+        connection.set_nonblocking(true).context("cannot wait for a forked run")?;
         Ok(Forked { connection, reply: Vec::new() })
     }
 
@@ -86,10 +90,13 @@ impl Forks {
         {
             servers.remove(&shared);
         }
-        if !servers.contains_key(&shared) {
-            servers.insert(shared.clone(), Server::start(line, &shared)?);
-        }
-        then(servers.get_mut(&shared).context("a server is missing")?)
+        then(match servers.entry(shared) {
+            Entry::Occupied(server) => server.into_mut(),
+            Entry::Vacant(place) => {
+                let server = Server::start(line, place.key())?;
+                place.insert(server)
+            }
+        })
     }
 }
 
@@ -112,12 +119,18 @@ impl Server {
 
     /// A connection, once the server has imported PyTorch.
     fn connect(&mut self, stop: &AtomicBool) -> Result<UnixStream> {
+        let began = Instant::now();
         loop {
             if let Ok(connection) = UnixStream::connect(self.folder.path().join("socket")) {
                 return Ok(connection);
             }
             if stop.load(SeqCst) {
                 return Err(Interrupted.into());
+            }
+            if began.elapsed() > MOST_IMPORTING {
+                let seconds = MOST_IMPORTING.as_secs();
+                let text = format!("the process from which runs are forked has not imported PyTorch in {seconds} s");
+                return Err(RuntimeFailure::new(text).into());
             }
             if let Some(status) = self.process.ended()? {
                 let message = last_message(&self.folder.path().join("log"));
