@@ -7,7 +7,9 @@ use crate::study::figures::{median, of_summary, steady_epochs, step_time};
 use anyhow::{Context, Result};
 use clap::parser::ValueSource;
 use clap::{Arg, ArgMatches, Args, FromArgMatches};
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
 use std::process::{Command, Stdio};
 use terminal::arguments::{self, Selections};
@@ -101,12 +103,13 @@ impl CompareArgs {
     }
 }
 
-#[derive(Debug, serde::Serialize)]
+/// Of several runs each number is the median over them.
+#[derive(Debug, Serialize, Deserialize)]
 struct Row {
     arm: String,
     device: String,
     dataset: String,
-    /// Median over epochs, the first excluded, and over repeats.
+    /// Median over epochs, the first excluded.
     epoch_s: f64,
     /// Median time of a training step, validation excluded.
     step_s: f64,
@@ -115,7 +118,7 @@ struct Row {
     driver_frees: u64,
     blocked_ns: u64,
     /// Share of the epoch during which the host was blocked.
-    blocked_share: f64,
+    blocked_share: Option<f64>,
     blocked_in: String,
     /// Percentiles of the most frequent path; absent where the simulated device has no cost for it.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -133,11 +136,13 @@ struct Row {
     val_accuracy: f64,
     final_train_loss: f64,
     /// Driver calls of the last epoch, validation included, divided by its batches.
-    driver_calls_per_batch: f64,
+    driver_calls_per_batch: Option<f64>,
     /// Driver calls of the last epoch by kind.
     driver_calls: Value,
     /// Number of runs behind the medians.
     repeats: usize,
+    /// The middle half of the runs, by the name of a number: its first and third quartile.
+    middle_half: BTreeMap<String, [f64; 2]>,
     /// Start of the first run, UTC.
     started_at: String,
     /// The trainer's commit, build and machine, as in its record.
@@ -192,16 +197,64 @@ fn text(value: &Value, path: &str) -> String {
     value.pointer(path).and_then(Value::as_str).unwrap_or_default().to_owned()
 }
 
+/// The row of a variant: of each number the median over the runs.
 fn row(arm: &str, records: &[Value]) -> Result<Row> {
-    let record = records.last().context("there was no run")?;
+    let runs = records.iter().map(|record| row_of_run(arm, record)).collect::<Result<Vec<Row>>>()?;
+    let runs = runs.iter().map(serde_json::to_value).collect::<Result<Vec<Value>, _>>()?;
+    let mut row: Row = serde_json::from_value(medians(&runs.iter().collect::<Vec<_>>()))?;
+    row.blocked_in = most_blocked(&row.driver_calls);
+    row.repeats = records.len();
+    let names = runs.iter().filter_map(Value::as_object).flat_map(|run| run.keys());
+    let half = |name: &String| {
+        let sorted = sorted_numbers(&runs.iter().filter_map(|run| run.get(name)).collect::<Vec<_>>());
+        let at = |quarter: usize| sorted.get(quarter * sorted.len() / 4).and_then(|value| value.as_f64());
+        Some((name.clone(), [at(1)?, at(3)?]))
+    };
+    row.middle_half = names.filter_map(half).collect();
+    row.middle_half.remove("repeats");
+    Ok(row)
+}
+
+/// The numbers among values, in order.
+fn sorted_numbers<'a>(values: &[&'a Value]) -> Vec<&'a Value> {
+    let mut numbers: Vec<&Value> = values.iter().copied().filter(|value| value.is_number()).collect();
+    numbers.sort_by(|a, b| a.as_f64().unwrap_or(f64::NAN).total_cmp(&b.as_f64().unwrap_or(f64::NAN)));
+    numbers
+}
+
+/// One value for several runs: the median of numbers, objects by key, and the first one's text.
+fn medians(runs: &[&Value]) -> Value {
+    let numbers = sorted_numbers(runs);
+    if let Some(median) = numbers.get(numbers.len() / 2) {
+        return (*median).clone();
+    }
+    let objects: Vec<_> = runs.iter().filter_map(|run| run.as_object()).collect();
+    if objects.is_empty() {
+        return runs.first().map_or(Value::Null, |first| (*first).clone());
+    }
+    let names: BTreeSet<&String> = objects.iter().flat_map(|object| object.keys()).collect();
+    let of = |name: &String| objects.iter().filter_map(|object| object.get(name)).collect::<Vec<_>>();
+    Value::Object(names.into_iter().map(|name| (name.clone(), medians(&of(name)))).collect())
+}
+
+fn blocked_ns(totals: &Value) -> u64 {
+    totals["blocked_ns"].as_u64().unwrap_or(0)
+}
+
+/// The call in which the host was blocked longest; empty if it never was.
+fn most_blocked(calls: &Value) -> String {
+    let calls = calls.as_object().into_iter().flatten();
+    let most = calls.max_by_key(|(_, totals)| blocked_ns(totals)).filter(|(_, totals)| blocked_ns(totals) > 0);
+    most.map_or_else(String::new, |(name, _)| name.clone())
+}
+
+fn row_of_run(arm: &str, record: &Value) -> Result<Row> {
     let last = steady_epochs(record).last().cloned().context("the run has no finished epoch")?;
-    let epochs = records.iter().flat_map(steady_epochs);
-    let epoch_s = median(&epochs.filter_map(|epoch| epoch["wall_s"].as_f64()).collect::<Vec<f64>>());
-    let step_s = median(&records.iter().filter_map(step_time).collect::<Vec<f64>>());
+    let epoch_s =
+        median(&steady_epochs(record).iter().filter_map(|epoch| epoch["wall_s"].as_f64()).collect::<Vec<f64>>());
+    let step_s = step_time(record).unwrap_or(f64::NAN);
     let calls = last["driver_calls"].as_object().context("the epoch has no driver calls")?;
     let of = |names: &[&str]| names.iter().map(|name| count(&last, &format!("/driver_calls/{name}/count"))).sum();
-    let blocked = |totals: &Value| totals["blocked_ns"].as_u64().unwrap_or(0);
-    let most = calls.iter().max_by_key(|(_, totals)| blocked(totals)).filter(|(_, totals)| blocked(totals) > 0);
     // Paths have separate percentiles; the most frequent one stands for the steady state.
     let rows = record["latency"].as_array().cloned().unwrap_or_default();
     let steady = |operation: &str| {
@@ -219,9 +272,9 @@ fn row(arm: &str, records: &[Value]) -> Result<Row> {
         steps: count(&last, "/steps"),
         driver_allocations: of(&["mem_alloc", "mem_alloc_async", "mem_create"]),
         driver_frees: of(&["mem_free", "mem_free_async", "mem_release"]),
-        blocked_ns: calls.values().map(blocked).sum(),
-        blocked_share: figures.blocked_share.unwrap_or(f64::NAN),
-        blocked_in: most.map_or_else(String::new, |(name, _)| name.clone()),
+        blocked_ns: calls.values().map(blocked_ns).sum(),
+        blocked_share: figures.blocked_share,
+        blocked_in: most_blocked(&last["driver_calls"]),
         allocate_p50_ns: allocate["p50_ns"].as_u64(),
         allocate_p99_ns: allocate["p99_ns"].as_u64(),
         deallocate_p50_ns: deallocate["p50_ns"].as_u64(),
@@ -231,10 +284,11 @@ fn row(arm: &str, records: &[Value]) -> Result<Row> {
         utilisation: figures.utilisation,
         val_accuracy: number(&last, "/val_accuracy")?,
         final_train_loss: number(&last, "/train_loss")?,
-        driver_calls_per_batch: figures.driver_calls.unwrap_or(f64::NAN),
+        driver_calls_per_batch: figures.driver_calls,
         driver_calls: last["driver_calls"].clone(),
-        repeats: records.len(),
-        started_at: records.first().map_or_else(String::new, |first| text(first, "/started_at")),
+        repeats: 1,
+        middle_half: BTreeMap::new(),
+        started_at: text(record, "/started_at"),
         provenance: record["provenance"].clone(),
     })
 }
@@ -248,10 +302,12 @@ fn report(rows: &[Row], common: &[OsString]) -> Page {
     let mut table = Comparison::new("", rows.iter().map(|row| arguments::heading(&row.arm)));
     table.ranked("training step", rows.iter().map(|row| (seconds(row.step_s), Some(row.step_s))));
     table.metric("to the best", rows.iter().map(|row| format!("{:.2} x", row.step_s / best)));
-    table.metric("host blocked", rows.iter().map(|row| format!("{:.0} %", 100.0 * row.blocked_share)));
+    let blocked = |row: &Row| row.blocked_share.map(|share| format!("{:.0} %", 100.0 * share));
+    table.metric("host blocked", rows.iter().map(|row| Cell::or_dash(blocked(row))));
     let blocked_in = |row: &Row| Some(row.blocked_in.replace('_', " ")).filter(|call| !call.is_empty());
     table.metric("most of it in", rows.iter().map(|row| Cell::or_dash(blocked_in(row))));
-    table.metric("driver calls", rows.iter().map(|row| format!("{:.1}", row.driver_calls_per_batch)));
+    let calls = |row: &Row| row.driver_calls_per_batch.map(|calls| format!("{calls:.1}"));
+    table.metric("driver calls", rows.iter().map(|row| Cell::or_dash(calls(row))));
     table.metric("allocate p50", ns(|row| row.allocate_p50_ns));
     table.metric("allocate p99", ns(|row| row.allocate_p99_ns));
     table.metric("free p50", ns(|row| row.deallocate_p50_ns));
@@ -265,6 +321,9 @@ fn report(rows: &[Row], common: &[OsString]) -> Page {
     table.metric("training loss", rows.iter().map(|row| format!("{:.6}", row.final_train_loss)));
     page.comparison(&table);
     page.note("training step: median over the epochs without the first");
+    if first.repeats > 1 {
+        page.note(format!("every value: median over {} runs", first.repeats));
+    }
     page.note("host blocked: of the last epoch's time; driver calls: a batch of it; both with the validation");
     page.note("allocate, free: on the most frequent path");
     if rows.iter().any(|row| row.allocate_p50_ns.is_none() || row.deallocate_p50_ns.is_none()) {
@@ -282,10 +341,18 @@ fn end(rows: &[Row], common: &[OsString], page: &mut Page) {
     let waits = if slowest.blocked_in.is_empty() {
         "its host never waits".to_owned()
     } else {
-        format!("its host waits for {:.0} % of an epoch, most in {}", 100.0 * slowest.blocked_share, slowest.blocked_in)
+        format!(
+            "its host waits for {:.0} % of an epoch, most in {}",
+            100.0 * slowest.blocked_share.unwrap_or(0.0),
+            slowest.blocked_in
+        )
     };
     let title = if rows.len() == 1 {
-        format!("'{}' takes {:.2} driver calls a batch; {waits}.", fastest.arm, fastest.driver_calls_per_batch)
+        format!(
+            "'{}' takes {:.2} driver calls a batch; {waits}.",
+            fastest.arm,
+            fastest.driver_calls_per_batch.unwrap_or(0.0)
+        )
     } else {
         let times = |row: &Row| format!("{:.2}", row.step_s / fastest.step_s);
         // Ties by the rounded value that the table prints.
@@ -304,4 +371,42 @@ fn end(rows: &[Row], common: &[OsString], page: &mut Page) {
     // Only the allocator's name was removed from the variant's options.
     let arm = if slowest.arm.starts_with("--") { slowest.arm.clone() } else { format!("--alloc {}", slowest.arm) };
     page.end(title, &command("trainer", format!("{arm} {options} --log-driver-calls").replace("  ", " ").trim()));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    /// A run record with one epoch to be left out and one that counts.
+    fn record(blocked_ns: u64, reserved: u64, p99_ns: u64, wall_s: f64) -> Value {
+        let calls = |blocked: u64| json!({"mem_free": {"count": 4, "total_ns": blocked * 2, "blocked_ns": blocked}});
+        let epoch = |blocked: u64| {
+            json!({"epoch": 1, "steps": 10, "wall_s": wall_s, "train_s": wall_s, "val_s": 0.0, "val_steps": 2,
+            "driver_calls": calls(blocked), "val_accuracy": 0.5, "train_loss": 1.0})
+        };
+        json!({"epochs": [epoch(9_000_000), epoch(blocked_ns)], "started_at": format!("run of {blocked_ns}"),
+            "device": {"name": "a GPU"}, "dataset": {"name": "digits"}, "config": {"options": {"epochs": 2}},
+            "latency": [{"operation": "allocate", "path": "hit", "count": 100, "p50_ns": p99_ns / 2, "p99_ns": p99_ns}],
+            "allocator_stats": {"reserved_bytes.all.peak": reserved, "requested_bytes.all.peak": 10, "active_bytes.all.peak": 20}})
+    }
+
+    #[test]
+    fn every_number_is_the_median_over_unequal_runs() {
+        // The last run is an outlier in every number.
+        let records = [
+            record(28, 100, 151, 1.0),
+            record(30, 120, 155, 1.2),
+            record(32, 110, 153, 1.1),
+            record(87, 900, 448, 9.0),
+        ];
+        let row = row("--alloc caching", &records[..3]).unwrap();
+        assert_eq!((row.blocked_ns, row.peak_reserved_bytes, row.allocate_p99_ns), (30, 110, Some(153)));
+        assert_eq!((row.epoch_s, row.repeats), (1.1, 3));
+        assert_eq!(row.driver_calls["mem_free"]["blocked_ns"], 30);
+        let with_outlier = super::row("--alloc caching", &records).unwrap();
+        assert!(with_outlier.blocked_ns < 87 && with_outlier.peak_reserved_bytes < 900, "{with_outlier:?}");
+        assert_eq!(with_outlier.middle_half["blocked_ns"], [30.0, 87.0]);
+        assert_eq!(with_outlier.blocked_in, "mem_free");
+    }
 }

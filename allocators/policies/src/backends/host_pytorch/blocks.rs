@@ -299,6 +299,7 @@ impl Blocks {
             pool: None,
             private: None,
             expandable: false,
+            page: bytes,
             blocks,
         };
         let own = self.records.iter().filter(|(_, record)| !record.reserved);

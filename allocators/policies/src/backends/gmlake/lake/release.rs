@@ -109,6 +109,7 @@ impl Lake {
             pool: Some(PoolKind::Large),
             private: None,
             expandable: false,
+            page: 0,
             blocks: Vec::new(),
         };
         let add = |segment: &mut SegmentInfo, addr: u64, bytes: u64, live: Option<&Live>| {
@@ -119,6 +120,7 @@ impl Lake {
             };
             let requested = live.map_or(0, |live| live.want.requested);
             segment.bytes += bytes;
+            segment.page = segment.bytes;
             segment.blocks.push(BlockInfo { addr: DeviceAddr::handed_out(addr), bytes, requested, state });
         };
         let mut segments = Vec::new();
