@@ -268,3 +268,17 @@ fn more_memory_serves_the_refused_request_without_a_caution() {
     let screen = test_dir.run(&arguments).ok().stdout;
     assert!(!screen.contains("Caution"), "{screen}");
 }
+
+#[test]
+fn the_second_answer_says_that_it_needs_more_memory_too() {
+    let mut story = Story::default();
+    story.segment(0, 1100 * MIB, 0);
+    story.alloc(0, 1100 * MIB, 0, json!([script(1, "main")]));
+    ends_with(&mut story, 0, 0, &[(1100 * MIB, 1100 * MIB, LIVE)]);
+    let test_dir = TestDir::new();
+    let file = test_dir.write("story.json", story.text());
+    let arguments = ["advise", &file, "--conf", "expandable_segments:True", "--conf", "roundup_power2_divisions:2"];
+    let screen = test_dir.run(&arguments).ok().stdout;
+    let lines = section(&screen, "Without expandable segments").join(" ");
+    assert!(lines.contains("It needs more memory than the current settings: minimum memory 1.50 GiB"), "{screen}");
+}

@@ -385,6 +385,9 @@ fn without_expandable(advice: &Advice, page: &mut Page) {
             let comparable = advice.saving_percent.is_some();
             let saving = advice.evidence.saving(second.outcome.peak_reserved_bytes).filter(|_| comparable);
             detail(page, outlook(second, saving_words(advice, saving)));
+            if let Some(more) = needs_more(advice, second) {
+                detail(page, more);
+            }
         }
         None => paragraph(page, "No such setting was tested."),
     }
@@ -441,7 +444,8 @@ pub(super) fn bounds(advice: &Advice) -> String {
         out += &format!("; if {also}no stream waits to reuse another's block {ordered}");
     }
     // Other allocators have one pool for all, and round in other ways.
-    let is_below = |outcome: &Outcome<Other>| outcome.runs() && outcome.peak_reserved_bytes < lower_bound_bytes;
+    let is_below =
+        |outcome: &Outcome<Other>| outcome.runs() && outcome.peak_reserved_bytes < lower_bound_bytes / 100 * 99;
     if advice.pools.is_some() {
         out += "; each with the private pools apart, as recorded";
     } else if !waits && advice.other_allocators.iter().any(is_below) {
