@@ -209,7 +209,8 @@ impl World {
                     State::Free if segment.list.owner.stream != stream => ledger.stream += block.bytes,
                     State::Free if segment.expandable => {
                         let is_whole = |page: &u64| *page >= block.addr && page + PAGE <= block.addr + block.bytes;
-                        let pages = (segment.addr..segment.addr + segment.bytes).step_by(PAGE as usize).filter(is_whole);
+                        let pages =
+                            (segment.addr..segment.addr + segment.bytes).step_by(PAGE as usize).filter(is_whole);
                         let pages = PAGE * pages.count() as u64;
                         ledger.soft += pages;
                         ledger.hard += block.bytes - pages;
