@@ -10,7 +10,7 @@ mod model;
 use crate::profile;
 use anyhow::{Result, bail};
 use clap::Args;
-use input::{Configuration, Measured};
+use input::{Configuration, Runs};
 use model::{Group, Step};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -82,7 +82,7 @@ struct Check {
 #[derive(Debug, Serialize)]
 struct Report {
     schema_version: u32,
-    /// What a prediction assumes.
+    /// The assumptions of each prediction.
     model: &'static str,
     baseline: String,
     plans: Vec<Plan>,
@@ -104,21 +104,21 @@ pub(crate) fn simulate_ranks(args: &SimulateRanksArgs) -> Result<()> {
 }
 
 /// Runs of one configuration with one allocator on all ranks, by number of ranks.
-type Uniform<'a> = BTreeMap<(&'a Configuration, &'a str), BTreeMap<u32, &'a Measured>>;
+type Uniform<'a> = BTreeMap<(&'a Configuration, &'a str), BTreeMap<u32, &'a Runs>>;
 
-fn report(measured: &[Measured], profile: &Profile, ranks: &[u32], baseline: &str) -> Report {
+fn report(measured: &[Runs], profile: &Profile, ranks: &[u32], baseline: &str) -> Report {
     let mut uniform: Uniform<'_> = BTreeMap::new();
     for run in measured {
         if let Some(alloc) = run.one_allocator() {
             uniform.entry((&run.configuration, alloc)).or_default().insert(run.ranks(), run);
         }
     }
-    let smallest = |configuration, alloc| -> Option<&Measured> {
+    let smallest = |configuration, alloc| -> Option<&Runs> {
         uniform.get(&(configuration, alloc)).and_then(|by_ranks| by_ranks.values().next().copied())
     };
     // Runs in which one rank has an allocator and all others have the baseline, with the fewest ranks.
-    let mixed = |configuration: &Configuration, alloc: &str| -> Option<&Measured> {
-        let is_mixed = |run: &&Measured| {
+    let mixed = |configuration: &Configuration, alloc: &str| -> Option<&Runs> {
+        let is_mixed = |run: &&Runs| {
             let holders = run.allocs.iter().filter(|of| *of == alloc).count();
             let others = run.allocs.iter().filter(|of| *of == baseline).count();
             run.configuration == *configuration && (holders, holders + others) == (1, run.allocs.len())

@@ -42,7 +42,7 @@ impl fmt::Display for Configuration {
 
 /// Runs of one configuration with the same allocators on the ranks.
 #[derive(Clone, Debug)]
-pub(super) struct Measured {
+pub(super) struct Runs {
     pub(super) configuration: Configuration,
     /// The allocator of each rank.
     pub(super) allocs: Vec<String>,
@@ -50,7 +50,7 @@ pub(super) struct Measured {
     pub(super) steps_s: Vec<f64>,
 }
 
-impl Measured {
+impl Runs {
     pub(super) fn ranks(&self) -> u32 {
         u32::try_from(self.allocs.len()).unwrap_or(u32::MAX)
     }
@@ -66,7 +66,7 @@ impl Measured {
 ///
 /// # Errors
 /// A path that cannot be read.
-pub(super) fn read(paths: &[PathBuf]) -> Result<Vec<Measured>> {
+pub(super) fn read(paths: &[PathBuf]) -> Result<Vec<Runs>> {
     let mut out: BTreeMap<(Configuration, Vec<String>), Vec<f64>> = BTreeMap::new();
     for path in paths {
         let runs = if path.is_dir() { directory(path, 0)? } else { lines(path)? };
@@ -74,12 +74,12 @@ pub(super) fn read(paths: &[PathBuf]) -> Result<Vec<Measured>> {
             out.entry((run.configuration, run.allocs)).or_default().extend(run.steps_s);
         }
     }
-    let measured = |((configuration, allocs), steps_s)| Measured { configuration, allocs, steps_s };
+    let measured = |((configuration, allocs), steps_s)| Runs { configuration, allocs, steps_s };
     Ok(out.into_iter().map(measured).collect())
 }
 
 /// The runs in a file of which each line is a JSON object.
-fn lines(path: &Path) -> Result<Vec<Measured>> {
+fn lines(path: &Path) -> Result<Vec<Runs>> {
     let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let Some(name) = path.file_name() else { bail!("{}: not a file", path.display()) };
     let text = read_text(directory, &name.to_string_lossy(), MOST_BYTES)?;
@@ -96,7 +96,7 @@ fn lines(path: &Path) -> Result<Vec<Measured>> {
 }
 
 /// The runs in a directory and those below it. The records of single ranks, below that of rank 0, are parts of its run.
-fn directory(path: &Path, depth: usize) -> Result<Vec<Measured>> {
+fn directory(path: &Path, depth: usize) -> Result<Vec<Runs>> {
     if ["summary.json", "summary.json.gz"].iter().any(|name| path.join(name).is_file()) {
         let summary = read_summary(path)?;
         if summary["status"] != "finished" {
@@ -135,7 +135,7 @@ fn numbers(run: &Value, name: &str) -> Vec<f64> {
 }
 
 /// A run, if it has several ranks and steps.
-fn measured(run: &Value, settings: &Value, steps_s: Vec<f64>) -> Option<Measured> {
+fn measured(run: &Value, settings: &Value, steps_s: Vec<f64>) -> Option<Runs> {
     let ranks = run["ranks"].as_array().filter(|ranks| ranks.len() > 1)?;
     let allocs = ranks.iter().map(|rank| rank["alloc"].as_str().map(str::to_owned)).collect::<Option<Vec<String>>>()?;
     let text = |name: &str| match &settings[name] {
@@ -155,5 +155,5 @@ fn measured(run: &Value, settings: &Value, steps_s: Vec<f64>) -> Option<Measured
         bucket_bytes: buckets.into_iter().flatten().filter_map(Value::as_u64).collect(),
     };
     let is_usable = !steps_s.is_empty() && steps_s.iter().all(|step| *step > 0.0);
-    is_usable.then_some(Measured { configuration, allocs, steps_s })
+    is_usable.then_some(Runs { configuration, allocs, steps_s })
 }

@@ -5,7 +5,7 @@
 //! the measured steps: no random number is drawn. The part of the sums that the backward pass does not hide grows by the all-reduce
 //! of the profile's links: of the last bucket, or of all buckets without overlap.
 
-use super::input::Measured;
+use super::input::Runs;
 use vramlab::device::sim::LinkCosts;
 
 /// The assumptions, for the output.
@@ -17,14 +17,14 @@ pub(super) const ASSUMPTIONS: &str = "Each rank keeps its rows, so the whole bat
 /// Ranks that behave as those of a run.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Group<'a> {
-    pub(super) run: &'a Measured,
+    pub(super) run: &'a Runs,
     /// The power of the distribution function of the measured steps.
     power: f64,
 }
 
 impl<'a> Group<'a> {
     /// This number of ranks with the allocator of a run, which all of its ranks have.
-    pub(super) fn new(run: &'a Measured, ranks: u32) -> Self {
+    pub(super) fn new(run: &'a Runs, ranks: u32) -> Self {
         Self { run, power: f64::from(ranks) / f64::from(run.ranks()) }
     }
 
@@ -68,7 +68,7 @@ impl Step {
 }
 
 /// Growth of the sums that a step waits for, from the measured ranks to `count`.
-fn growth_ns(links: &LinkCosts, run: &Measured, count: u32) -> u64 {
+fn growth_ns(links: &LinkCosts, run: &Runs, count: u32) -> u64 {
     let buckets = &run.configuration.bucket_bytes;
     let exposed = if run.configuration.overlap { buckets.len().saturating_sub(1) } else { 0 };
     let growth = |bytes: &u64| {
@@ -89,10 +89,10 @@ mod tests {
     use super::super::input::Configuration;
     use super::*;
 
-    fn run(ranks: usize, steps_s: &[f64], overlap: bool) -> Measured {
+    fn run(ranks: usize, steps_s: &[f64], overlap: bool) -> Runs {
         let mut configuration = Configuration::default();
         (configuration.overlap, configuration.bucket_bytes) = (overlap, vec![1 << 20, 8 << 20]);
-        Measured { configuration, allocs: vec!["a".into(); ranks], steps_s: steps_s.to_vec() }
+        Runs { configuration, allocs: vec!["a".into(); ranks], steps_s: steps_s.to_vec() }
     }
 
     /// Links without cost.
@@ -100,7 +100,7 @@ mod tests {
         LinkCosts { base_ns: 0, hop_ns: 0, bytes_per_ns: f64::MAX }
     }
 
-    fn seconds(links: &LinkCosts, groups: &[(&Measured, u32)]) -> f64 {
+    fn seconds(links: &LinkCosts, groups: &[(&Runs, u32)]) -> f64 {
         let count = groups.iter().map(|(_, ranks)| ranks).sum();
         let groups: Vec<Group<'_>> = groups.iter().map(|(run, ranks)| Group::new(run, *ranks)).collect();
         Step::new(links, count, &groups).seconds()
