@@ -3,7 +3,8 @@
 use super::Engine;
 use anyhow::{Result, bail};
 use std::sync::Arc;
-use terminal::{Cell, Column, Table, duration};
+use terminal::{Cell, Column, Table, duration, exit};
+use trainer::TrainError;
 use trainer::ranks::{SumTime, measure_sums};
 use vramlab::device::DriverResult;
 use vramlab::device::sim::{LinkCosts, Ranks};
@@ -56,11 +57,19 @@ pub(super) fn times(engine: &Engine, profile: &Profile, counts: &[u32]) -> Resul
     let mut out = Vec::new();
     for count in counts {
         match engine {
-            Engine::Cuda(..) => out.extend(measure_sums(*count, &SIZES)?),
+            Engine::Cuda(..) => out.extend(measure_sums(*count, &SIZES).map_err(with_code)?),
             Engine::Sim(_) => out.extend(simulated(profile, (*count).into())?),
         }
     }
     Ok(out)
+}
+
+/// An error with the exit code that the trainer gives it.
+fn with_code(error: TrainError) -> anyhow::Error {
+    match error.exit_code() {
+        exit::BAD_INPUT => error.into(),
+        code => exit::RuntimeFailure::with_code(code, error).into(),
+    }
 }
 
 /// The times on a simulated GPU, each behind the largest sum.
@@ -173,6 +182,14 @@ mod tests {
             .to_vec();
         let fitted = costs(&times, base);
         assert!(fitted.hop_ns == 0 && fitted.base_ns > 0 && fitted.bytes_per_ns == base.bytes_per_ns, "{fitted:?}");
+    }
+
+    #[test]
+    fn failures_keep_their_exit_code() {
+        let code = |error| exit::end(Err(with_code(error).context("links")));
+        assert_eq!(code(TrainError::Input("no NCCL".into())), exit::BAD_INPUT);
+        let failure = TrainError::Nccl { call: "ncclAllReduce", reason: "a link failed".into() };
+        assert_eq!(code(failure), exit::FAILED);
     }
 
     #[test]
