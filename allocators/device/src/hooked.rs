@@ -89,6 +89,14 @@ pub unsafe trait Hook: Send + Sync + fmt::Debug {
     ) {
     }
 
+    /// Free and total memory: [`Driver::mem_info`].
+    ///
+    /// # Errors
+    /// Those of the call.
+    fn mem_info(&self, inner: &dyn Driver) -> DriverResult<MemInfo> {
+        inner.mem_info()
+    }
+
     /// A new segment: [`Driver::mem_alloc`].
     ///
     /// # Errors
@@ -230,7 +238,7 @@ unsafe impl<H: Hook> Driver for HookedDriver<H> {
     }
 
     fn mem_info(&self) -> DriverResult<MemInfo> {
-        self.call(CallKind::MemGetInfo, NO_ARGUMENTS, || self.inner.mem_info())
+        self.call(CallKind::MemGetInfo, NO_ARGUMENTS, || self.hook.mem_info(self.inner.as_ref()))
     }
 
     fn mem_alloc(&self, bytes: u64) -> DriverResult<DeviceAddr> {

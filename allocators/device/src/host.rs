@@ -6,7 +6,7 @@
 //! the streams that copy with `record_use`.
 
 use crate::hooked::{CallArguments, Hook, HookedDriver};
-use crate::{Bytes, CallKind, DeviceAddr, Driver, DriverError, DriverResult};
+use crate::{Bytes, CallKind, DeviceAddr, Driver, DriverError, DriverResult, HostRoom, MemInfo};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt;
@@ -191,6 +191,19 @@ unsafe impl Hook for PinnedMemory {
         Ok(())
     }
 
+    /// The host's: what it may still allocate, and that with what is pinned here.
+    fn mem_info(&self, inner: &dyn Driver) -> DriverResult<MemInfo> {
+        match &self.source {
+            Source::Simulated { .. } => inner.mem_info(),
+            Source::Real => {
+                let text = "the system does not report its memory";
+                let unknown = || DriverError::new(CallKind::MemGetInfo, DriverError::NOT_SUPPORTED, text);
+                let free = HostRoom::now().ok_or_else(unknown)?.bytes;
+                Ok(MemInfo { free, total: free.saturating_add(self.lock().account.current_bytes) })
+            }
+        }
+    }
+
     fn mem_alloc(&self, inner: &dyn Driver, bytes: u64) -> DriverResult<DeviceAddr> {
         let addr = match &self.source {
             Source::Simulated { .. } => inner.mem_alloc(bytes)?,
@@ -286,6 +299,27 @@ mod tests {
         let refused = driver.mem_alloc(65 * GIB).unwrap_err();
         assert!(refused.is_out_of_memory(), "{refused}");
         assert_eq!(driver.account(), account, "a refused call pins nothing");
+    }
+
+    #[test]
+    fn real_segments_are_memory_of_the_host() {
+        use crate::{Profile, SimDriver, sim::SimMemory};
+        let driver = HostDriver::real(Arc::new(SimDriver::new(Profile::h200(), SimMemory::None)));
+        let addr = driver.mem_alloc(10_000).unwrap();
+        assert!(addr.get().is_multiple_of(256), "{addr:?}");
+        let byte = addr.get() as *mut u8;
+        // SAFETY: the segment is memory of the host of 10,000 bytes that belongs to this test.
+        unsafe { byte.add(9_999).write(7) };
+        // SAFETY: as above.
+        assert_eq!(unsafe { byte.add(9_999).read() }, 7);
+        assert_eq!((driver.account().pin_ns, driver.account().current_bytes), (None, 12_288));
+        let info = driver.mem_info().unwrap();
+        assert!(info.free <= info.total, "{info:?}");
+        // SAFETY: allocated above, freed once, and no copy uses it.
+        unsafe { driver.mem_free(addr) }.unwrap();
+        assert_eq!(driver.account().current_bytes, 0);
+        // More than any machine has is refused and not killed.
+        assert!(driver.mem_alloc(1 << 50).is_err());
     }
 
     #[test]
