@@ -196,7 +196,6 @@ fn no_block_returns_before_its_copy_has_completed() {
             let next = bench.take(8 * MIB);
             let at = next.addr().get();
             assert!(at + next.bytes() <= start || at >= end, "{backend}: reused while its copy runs");
-            std::mem::forget(next);
         }
     }
 }
@@ -215,7 +214,6 @@ fn a_background_thread_drains_only_after_the_first_miss_and_then_by_size() {
         bench.give(small);
         let next = bench.take(2 * MIB);
         assert_eq!(next.addr() == address, reused, "{release}");
-        std::mem::forget(next);
     }
 }
 
@@ -239,7 +237,6 @@ fn reserved_segment_is_a_bump_pointer_whose_bytes_are_lost_by_a_trim() {
     assert_eq!(next.addr().get() - address.get(), 8192, "the first block's page is lost");
     let snapshot = bench.allocator.snapshot().unwrap();
     assert_eq!(snapshot.segments.iter().map(|segment| segment.bytes).sum::<u64>(), MIB);
-    std::mem::forget(next);
 }
 
 #[test]
@@ -271,7 +268,7 @@ fn an_event_that_is_not_recorded_keeps_its_block_until_the_device_was_waited_for
     let error = unsafe { bench.allocator.deallocate(block, bench.host) }.unwrap_err();
     assert!(matches!(error, AllocError::Driver(_)), "{error}");
     let stranded = || bench.allocator.stats().stranded_bytes.map(|gauge| gauge.current);
-    std::mem::forget(bench.take(MIB));
+    let _live = bench.take(MIB);
     assert_eq!((stranded(), bench.reserved()), (Some(MIB), 2 * MIB), "it serves no request");
     bench.allocator.trim(0).unwrap();
     assert_eq!((stranded(), bench.reserved()), (Some(0), MIB));

@@ -139,26 +139,22 @@ impl HostPyTorch {
 
     /// The event at the front of the queue; `None` for an empty queue, or while its stream is captured.
     fn front(&self, blocks: &mut Blocks) -> Result<Option<vramlab_device::EventId>, DriverError> {
-        let capturing = self.driver.is_capture_noted();
-        while let Some(waiting) = blocks.queue.front().copied() {
-            if waiting.event.is_some() {
-                return Ok(waiting.event);
-            }
-            match blocks.events.record(self.driver.as_ref(), waiting.stream, capturing) {
-                Ok(event) => {
-                    blocks.queue[0].event = event;
-                    return Ok(event);
-                }
-                Err(error) if error.call == CallKind::EventCreate => return Err(error),
-                // The stream records no event any more.
-                Err(error) => {
-                    blocks.queue.pop_front();
-                    blocks.strand(waiting.addr);
-                    return Err(error);
-                }
+        let Some(waiting) = blocks.queue.front().copied() else { return Ok(None) };
+        if waiting.event.is_some() {
+            return Ok(waiting.event);
+        }
+        let recorded = blocks.events.record(self.driver.as_ref(), waiting.stream, self.driver.is_capture_noted());
+        match recorded {
+            Ok(event) => blocks.queue[0].event = event,
+            // It can be made later.
+            Err(ref error) if error.call == CallKind::EventCreate => {}
+            // The stream records no event any more.
+            Err(_) => {
+                blocks.queue.pop_front();
+                blocks.strand(waiting.addr);
             }
         }
-        Ok(None)
+        recorded
     }
 
     /// Removes a completed event from the front; whether its block returned.
