@@ -1,6 +1,7 @@
 //! The requests, frees and completions of a program's pinned memory.
 
 use crate::formats::{Action, HostEvent, HostRecord, StackId};
+use crate::history::{MAX_BYTES, ReplayError};
 use std::collections::{BTreeMap, BTreeSet};
 use vramlab_device::budget::{Budget, Claim, OverBudget};
 
@@ -95,7 +96,14 @@ pub struct HostTraceBuilder {
     active_bytes: u64,
     limits: RecordedLimits,
     registered: u64,
+    /// Number of the current event, from 1; 0 while blocks from before are added.
+    number: u64,
+    /// Bytes of all requests so far.
+    requested: u64,
 }
+
+/// Bytes of all requests of a trace together, so that sums of rounded sizes cannot overflow.
+const MAX_REQUESTED: u64 = 1 << 61;
 
 /// Thresholds of the recorded allocator (PyTorch 2.13 on), in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -124,8 +132,8 @@ impl HostTrace {
     /// The pinned memory of a snapshot.
     ///
     /// # Errors
-    /// [`OverBudget`].
-    pub fn of_record(record: &HostRecord, limits: RecordedLimits, budget: &Budget) -> Result<Self, OverBudget> {
+    /// Those of [`HostTraceBuilder::push`].
+    pub fn of_record(record: &HostRecord, limits: RecordedLimits, budget: &Budget) -> Result<Self, ReplayError> {
         let mut builder = HostTraceBuilder::new(Sizes::Blocks, true, budget);
         builder.limits = limits;
         builder.begin(record)?;
@@ -181,6 +189,8 @@ impl HostTraceBuilder {
             active_bytes: 0,
             limits: RecordedLimits::default(),
             registered: 0,
+            number: 0,
+            requested: 0,
         }
     }
 
@@ -190,7 +200,7 @@ impl HostTraceBuilder {
 
     /// Adds the blocks that were pinned before recording started: those whose first event is not the allocation of their segment,
     /// and those at the end that have no event. Which of them were cached shows in that event.
-    fn begin(&mut self, record: &HostRecord) -> Result<(), OverBudget> {
+    fn begin(&mut self, record: &HostRecord) -> Result<(), ReplayError> {
         let mut first: BTreeMap<u64, &HostEvent> = BTreeMap::new();
         for event in &record.events {
             first.entry(event.addr).or_insert(event);
@@ -207,13 +217,13 @@ impl HostTraceBuilder {
         }
         before.sort_unstable_by_key(|(event, _)| event.addr);
         for (event, _) in &before {
-            self.push(&HostEvent { action: Action::SegmentAlloc, ..*event })?;
-            self.push(&HostEvent { action: Action::Alloc, ..*event })?;
+            self.take(&HostEvent { action: Action::SegmentAlloc, ..*event })?;
+            self.take(&HostEvent { action: Action::Alloc, ..*event })?;
         }
         self.out.prologue = self.out.blocks.len().try_into().unwrap_or(u32::MAX);
         for (event, _) in before.iter().filter(|(_, live)| !live) {
-            self.push(&HostEvent { action: Action::FreeRequested, ..*event })?;
-            self.push(&HostEvent { action: Action::FreeCompleted, ..*event })?;
+            self.take(&HostEvent { action: Action::FreeRequested, ..*event })?;
+            self.take(&HostEvent { action: Action::FreeCompleted, ..*event })?;
         }
         Ok(())
     }
@@ -221,8 +231,29 @@ impl HostTraceBuilder {
     /// Takes the next event.
     ///
     /// # Errors
-    /// [`OverBudget`].
-    pub fn push(&mut self, event: &HostEvent) -> Result<(), OverBudget> {
+    /// [`ReplayError::Event`] for a size above [`MAX_BYTES`], and for requests that add up to more than 2 EiB;
+    /// [`ReplayError::TooLarge`] when the budget is used up.
+    pub fn push(&mut self, event: &HostEvent) -> Result<(), ReplayError> {
+        self.number += 1;
+        self.take(event)
+    }
+
+    fn take(&mut self, event: &HostEvent) -> Result<(), ReplayError> {
+        let wrong = |number, what: &str| ReplayError::Event { number, what: what.to_owned() };
+        if event.bytes > MAX_BYTES && event.action != Action::RecordUse {
+            let what = format!("{} bytes of host memory are more than any machine has", event.bytes);
+            return Err(wrong(self.number, &what));
+        }
+        if event.action == Action::Alloc {
+            self.requested = self.requested.saturating_add(event.bytes);
+            if self.requested > MAX_REQUESTED {
+                return Err(wrong(self.number, "the requests so far add up to more than 2 EiB"));
+            }
+        }
+        Ok(self.apply(event)?)
+    }
+
+    fn apply(&mut self, event: &HostEvent) -> Result<(), OverBudget> {
         let HostEvent { action, addr, bytes, stream, .. } = *event;
         let in_place = self.out.sizes == Sizes::Blocks && self.limits.is_registered(bytes);
         match action {
@@ -421,6 +452,18 @@ mod tests {
         assert_eq!(trace.ops, [Allocate(0), Free(0), Complete(0), Allocate(1), Free(1), Complete(1)]);
         assert_eq!((trace.contradictions, trace.peak_live), (5, 8));
         assert_eq!(budget.held(), trace.claimed_bytes());
+    }
+
+    #[test]
+    fn sizes_that_no_machine_has_are_refused() {
+        let budget = Budget::default();
+        let mut builder = HostTraceBuilder::new(Sizes::Requested, false, &budget);
+        builder.push(&event(Action::Alloc, 64, MAX_BYTES)).unwrap();
+        let error = builder.push(&event(Action::Alloc, 128, MAX_BYTES + 1)).unwrap_err();
+        assert!(error.is_bad_input() && error.to_string().starts_with("event 2: "), "{error}");
+        let mut pushed = 1..;
+        let error = pushed.find_map(|at| builder.push(&event(Action::Alloc, at * 4096, MAX_BYTES)).err()).unwrap();
+        assert!(error.to_string().contains("more than 2 EiB"), "{error}");
     }
 
     #[test]
