@@ -58,7 +58,7 @@ fn rows(test_dir: &TestDir, words: &[&str]) -> Vec<Value> {
 #[test]
 fn a_snapshot_is_replayed_block_by_block_and_its_requests_are_bounded() {
     let test_dir = TestDir::new();
-    test_dir.file("snapshot.json", &offload());
+    test_dir.file("snapshot.json", offload());
     let rows = rows(&test_dir, &["snapshot.json", "--alloc", "host-pytorch,host-exact"]);
     let [pytorch, exact] = &rows[..] else { panic!("{rows:?}") };
     assert_eq!(pytorch["sizes"], "blocks");
@@ -84,7 +84,7 @@ fn requests_of_any_trace_are_replayed_as_host_memory() {
         let event = json!({"time_ns": at, "action": "alloc", "addr": (at as u64 + 1) << 40, "size": size, "stream": 0});
         event.to_string() + "\n"
     };
-    test_dir.file("requests.jsonl", &sizes.iter().enumerate().map(line).collect::<String>());
+    test_dir.file("requests.jsonl", sizes.iter().enumerate().map(line).collect::<String>());
     let rows = rows(&test_dir, &["requests.jsonl", "--alloc", "host-pytorch,host-exact"]);
     let asked: u64 = sizes.iter().sum();
     let (pytorch, exact) = (&rows[0], &rows[1]);
@@ -120,7 +120,7 @@ fn overruns_before_the_scan_are_counted() {
 #[test]
 fn explain_names_who_pins_and_what_waits() {
     let test_dir = TestDir::new();
-    test_dir.file("snapshot.json", &offload());
+    test_dir.file("snapshot.json", offload());
     let explanation: Value =
         serde_json::from_str(&test_dir.run(&["explain", "--json", "snapshot.json"]).ok().stdout).unwrap();
     let host = &explanation["host"];
@@ -142,7 +142,7 @@ fn explain_names_who_pins_and_what_waits() {
 #[test]
 fn advise_answers_for_the_host_by_release() {
     let test_dir = TestDir::new();
-    test_dir.file("snapshot.json", &offload());
+    test_dir.file("snapshot.json", offload());
     let advice = |words: &[&str]| -> Value {
         let words: Vec<&str> = ["advise", "--json", "snapshot.json"].iter().chain(words).copied().collect();
         serde_json::from_str(&test_dir.run(&words).ok().stdout).unwrap()
@@ -172,10 +172,13 @@ fn advise_answers_for_the_host_by_release() {
 #[test]
 fn bad_input_is_one_line_and_exit_code_2() {
     let test_dir = TestDir::new();
-    test_dir.file("none.json", &snapshot(&[], &[], json!({})));
-    test_dir.file("some.json", &offload());
+    test_dir.file("none.json", snapshot(&[], &[], json!({})));
+    test_dir.file("some.json", offload());
     test_dir.file("costs.json", "{\"name\": 3}");
     test_dir.file("empty.jsonl", "");
+    let huge = json!({"time_ns": 1, "action": "alloc", "addr": 64, "size": u64::MAX, "stream": 0});
+    test_dir.file("huge.jsonl", huge.to_string());
+    test_dir.file("nonsense.jsonl", "{\"time_ns\": 1, \"action\": \"alloc\", \"addr\": 1}\n");
     let damaged = snapshot(&[json!({"action": "alloc", "addr": 5, "size": "x"})], &[], json!({}));
     test_dir.file("damaged.json", &damaged);
     for (words, part) in [
@@ -183,6 +186,8 @@ fn bad_input_is_one_line_and_exit_code_2() {
         (&["missing.json"], "missing.json"),
         (&["empty.jsonl"], "empty"),
         (&["damaged.json"], "size"),
+        (&["huge.jsonl"], "event 1: 18446744073709551615 bytes of host memory are more than any machine has"),
+        (&["nonsense.jsonl"], "line 1"),
         (
             &["some.json", "--alloc", "caching"],
             "caching allocates a GPU's memory; with --host choose among host-pytorch",

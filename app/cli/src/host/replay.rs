@@ -91,6 +91,9 @@ struct HostRow {
     costs: String,
     costs_source: String,
     provenance: Provenance,
+    /// Whether every size is a power of two.
+    #[serde(skip)]
+    powers_of_two: bool,
 }
 
 /// Arguments of `replay --host`.
@@ -209,6 +212,7 @@ fn run(
         costs: costs.name.clone(),
         costs_source: costs.source.clone(),
         provenance: Provenance::of(terminal::built!()),
+        powers_of_two: trace.blocks.iter().all(|block| block.bytes.is_power_of_two()),
         allocator_settings: report.settings,
     })
 }
@@ -282,6 +286,12 @@ fn report(rows: &[HostRow], held: &HostMemoryUse, page: &mut Page) {
     }
     if first.sizes == Sizes::Blocks {
         page.note("the recording has the sizes of blocks only: each request was more than half of its block");
+    }
+    if first.sizes == Sizes::Requested && first.powers_of_two {
+        page.note(
+            "every request is a power of two, as those of PyTorch's host allocator to CUDA are: if it made them, what the program \
+             requested of it is more than half of each",
+        );
     }
     if first.registered_peak_bytes > 0 {
         page.note(format!("{} were registered in place beside these blocks", size(first.registered_peak_bytes)));

@@ -106,7 +106,7 @@ impl Pinned {
             None => None,
         };
         let any = out.allocated.count + out.registered.count + out.refused > 0;
-        Ok(any.then(|| PinnedUse {
+        Ok(any.then_some(PinnedUse {
             allocations: out.allocated.count,
             peak_bytes: out.allocated.peak,
             left_bytes: out.allocated.bytes,
