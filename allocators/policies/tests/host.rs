@@ -69,7 +69,7 @@ fn published() -> [(&'static str, u64, u64); 6] {
         ("https://github.com/vllm-project/vllm/issues/50094", 10 * GIB, 16 * GIB),
         ("https://github.com/vllm-project/vllm/issues/50094", 12 * GIB, 16 * GIB),
         ("https://github.com/sgl-project/sglang/issues/36562", gib(20.4), 32 * GIB),
-        ("vllm-backport, issue 67", gib(2.25), 4 * GIB),
+        ("vllm-backport 67", gib(2.25), 4 * GIB),
     ]
 }
 
