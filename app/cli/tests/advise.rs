@@ -633,6 +633,9 @@ fn schema_describes_every_key_of_advise() {
     story.segments.iter_mut().for_each(|segment| segment["segment_type"] = json!("large"));
     let phases = test_dir.write("phases.json", story.text());
     paths(&test_dir.run(&["advise", &phases, "--conf", "", "--json"]).ok().json(), "", &mut written);
+    // With pinned host memory.
+    let offload = test_dir.write("offload.json", crate::host::offload());
+    paths(&test_dir.run(&["advise", &offload, "--conf", "", "--json"]).ok().json(), "", &mut written);
     // With another GPU.
     let one = std::fs::read_to_string(rounded_out_of_memory(&test_dir)).unwrap();
     let mut two: Value = serde_json::from_str(&one).unwrap();

@@ -34,7 +34,7 @@ fn snapshot(host: &[Value], segments: &[Value], settings: Value) -> String {
 }
 
 /// Two buffers of 8 GiB blocks, of which one waits for its copy when the other is freed.
-fn offload() -> String {
+pub(crate) fn offload() -> String {
     let events = [
         event("segment_alloc", 1 << 36, 8 * GIB, 10),
         event("alloc", 1 << 36, 8 * GIB, 10),
