@@ -1,9 +1,4 @@
 //! Pinned host memory as a device: a driver whose segments are page-locked memory of the host.
-//!
-//! Policies allocate a segment with [`Driver::mem_alloc`]. Over [`HostDriver`] that is a call which pins host memory: `cudaHostAlloc`,
-//! or ordinary memory that is touched and registered. Streams and events are the wrapped device's, so a policy defers frees and waits
-//! for copies as it does for GPU memory. The host itself is one more stream: make one stream for the program's requests, and announce
-//! the streams that copy with `record_use`.
 
 use crate::hooked::{CallArguments, Hook, HookedDriver};
 use crate::{Bytes, CallKind, DeviceAddr, Driver, DriverError, DriverResult, HostRoom, MemInfo};
@@ -146,7 +141,9 @@ struct State {
     segments: BTreeMap<DeviceAddr, u64>,
 }
 
-/// A driver whose segments are pinned host memory, see the [module](self). Other calls are those of the wrapped driver.
+/// A driver whose segments are pinned host memory. Policies allocate a segment with [`Driver::mem_alloc`]; each is a call that pins
+/// memory. Streams and events are the wrapped device's, so a policy waits for copies as it does for GPU memory. The host itself is one
+/// more stream: make one for the program's requests, and announce the streams that copy. Other calls are those of the wrapped driver.
 pub type HostDriver = HookedDriver<PinnedMemory>;
 
 impl HostDriver {
