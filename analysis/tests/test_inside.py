@@ -68,6 +68,35 @@ def test_run_beyond_its_limit_is_left_out_of_the_curve(tmp_path: Path) -> None:
     assert inside.curve(runs, "gpt2", "stream-ordered") == []
 
 
+def test_first_steps_count_in_the_mean_and_not_in_the_settled_step(tmp_path: Path) -> None:
+    lines = [run("curve", "native", 0, ms=10.0, device_ms=[12.0, 10.0, 10.0, 10.0], stats={})]
+    some = {"over_active": 1.01, "limit": 101, "ms": 10.0, "stats": {}}
+    lines += [run("curve", "remap", repeat, device_ms=[20.0, 30.0, 10.0, 10.0], **some) for repeat in (0, 1)]
+    runs = inside.load(file(tmp_path / "a.jsonl", machine("one"), *lines))
+    there = inside.within(runs, "gpt2", "remap", 1.01)
+    assert (there.steps, there.runs, there.first, there.settled) == (4, 2, [2.0, 3.0], 1.0)
+    assert there.mean == pytest.approx(70 / 42)
+    with pytest.raises(AnalysisError, match="no steps"):
+        inside.within(runs, "gpt2", "remap", 1.1)
+
+
+def test_a_limit_in_which_one_of_several_runs_had_no_memory_is_not_enough(tmp_path: Path) -> None:
+    within = {"over_active": 1.0, "limit": 100, "stats": {}}
+    lines = [run("curve", "remap", repeat, ms=10.0 + repeat, **{**within, "over_active": 1.1}) for repeat in range(3)]
+    lines += [run("curve", "remap", 0, ms=10.0, **within), run("curve", "remap", 1, status="oom", **within)]
+    runs = inside.load(file(tmp_path / "a.jsonl", machine("one"), *lines))
+    assert inside.curve(runs, "gpt2", "remap") == [inside.Point(1.0, None), inside.Point(1.1, 11.0)]
+
+
+def test_a_build_with_changed_sources_is_called_dirty() -> None:
+    commit = "0123456789abcdef"
+    facts = machine(commit)
+    assert inside.build(facts | {"provenance": {"git_commit": commit, "git_dirty": True}}) == "01234567-dirty"
+    # The provenance is of other sources than the build.
+    assert inside.build(facts | {"provenance": {"git_commit": "f" * 16, "git_dirty": True}}) == "01234567"
+    assert inside.build({"kind": "machine"}) == "unknown"
+
+
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
     path = file(tmp_path / "a.jsonl", {"kind": "machine"}, {"id": "of something else"})
     with pytest.raises(AnalysisError, match=r"a\.jsonl: line 2"):

@@ -45,6 +45,8 @@ PROGRAMS = {
     "graphed": "CUDA graph by hand",
     "compiled": "torch.compile",
 }
+# A step within this share of the settled one is settled itself.
+SETTLED = 0.1
 # The specs with their parts in older records.
 PARTS = {
     "inside-start": "smoke",
@@ -111,6 +113,14 @@ def driver(machine: dict[str, Any]) -> str:
     """The release of a machine's driver, which some records repeat for each GPU."""
     release = re.match(r"[\d.]+", str(machine.get("driver")))
     return release[0] if release else "?"
+
+
+def build(machine: dict[str, Any]) -> str:
+    """The build of a machine's programs: a short commit, with `-dirty` if its sources differed from it."""
+    commit, origin = machine.get("build") or "unknown", machine.get("provenance") or {}
+    # A provenance of another commit is of other sources.
+    dirty = origin.get("git_dirty") and origin.get("git_commit") == commit
+    return f"{commit[:8]}{'-dirty' if dirty else ''}"
 
 
 def files() -> list[Path]:
@@ -292,12 +302,17 @@ class Point:
 
 def curve(runs: Runs, program: str, arm: str) -> list[Point]:
     """The step time within each limit that the allocator respected, the smallest first."""
-    points = {
-        run["over_active"]: Point(run["over_active"], None if run["status"] == "oom" else run["ms"])
-        for run in runs.of("curve", program=program, arm=arm)
-        if "over_active" in run and not beyond(run)
-    }
-    return [points[limit] for limit in sorted(points)]
+    times: dict[float, list[float | None]] = {}
+    for run in runs.of("curve", program=program, arm=arm):
+        if "over_active" in run and not beyond(run):
+            times.setdefault(run["over_active"], []).append(None if run["status"] == "oom" else run["ms"])
+    return [Point(limit, _if_all_ran(some)) for limit, some in sorted(times.items())]
+
+
+def _if_all_ran(times: Sequence[float | None]) -> float | None:
+    """The median of the runs within a limit, if none ran out of memory."""
+    done = [ms for ms in times if ms is not None]
+    return statistics.median(done) if len(done) == len(times) else None
 
 
 def beyond(run: dict[str, Any]) -> bool:
@@ -320,6 +335,50 @@ def over_unlimited(runs: Runs, program: str, arm: str) -> dict[float, float]:
     if base is None:
         raise AnalysisError(f"{program} under {arm}: no run of native without a limit to compare with.")
     return {one.over_active: one.ms / base for one in curve(runs, program, arm) if one.ms is not None}
+
+
+def mean_step(run: dict[str, Any]) -> float | None:
+    """Mean of all recorded steps of a run in ms, the first ones included."""
+    times = run.get("device_ms")
+    return statistics.mean(times) if times else None
+
+
+@dataclass(frozen=True)
+class Within:
+    """The steps of the runs within one limit, relative to native's without a limit: `mean` to its mean, the others to
+    its settled step."""
+
+    # Steps of a run, and runs.
+    steps: int
+    runs: int
+    # Steps before the run settles: those at its beginning that are longer than the settled step by more than `SETTLED`.
+    first: list[float]
+    # Median of the second half of the steps, and mean of all of them.
+    settled: float
+    mean: float
+
+
+def within(runs: Runs, program: str, arm: str, limit: float) -> Within:
+    """First steps, settled step and mean of the runs within a limit; of several runs the medians.
+
+    Raises AnalysisError when native did not run in that session.
+    """
+    native = [run for run in runs.beside(arm, "native", "curve", program) if "over_active" not in run]
+    done = [run for run in runs.of("curve", program=program, arm=arm) if run.get("over_active") == limit]
+    base, times = ([run["device_ms"] for run in some if run.get("device_ms")] for some in (native, done))
+    if not base or not times:
+        raise AnalysisError(f"{program} under {arm} at {limit:g}: no steps, or none of native without a limit.")
+    unit, mean_unit = (statistics.median(map(of, base)) for of in (_settled_step, statistics.mean))
+    steps = [statistics.median(same) / unit for same in zip(*times, strict=False)]
+    settled = statistics.median(map(_settled_step, times)) / unit
+    count = next((at for at, one in enumerate(steps) if one <= settled * (1 + SETTLED)), len(steps))
+    mean = statistics.median(map(statistics.mean, times)) / mean_unit
+    return Within(len(steps), len(times), steps[:count], settled, mean)
+
+
+def _settled_step(times: Sequence[float]) -> float:
+    """The median of the second half of a run's steps."""
+    return statistics.median(times[len(times) // 2 :])
 
 
 def smallest(points: Sequence[Point]) -> float | None:

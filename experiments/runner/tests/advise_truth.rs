@@ -4,7 +4,6 @@ use crate::common::TestDir;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 type Row = BTreeMap<String, String>;
 
@@ -18,17 +17,9 @@ fn kept() -> Vec<Row> {
     rows.deserialize().collect::<Result<_, _>>().unwrap()
 }
 
-/// A third of the recordings, which depends on the commit: a number from its name.
-fn third() -> usize {
-    let revision = Command::new("git").args(["rev-parse", "HEAD"]).current_dir(env!("CARGO_MANIFEST_DIR")).output();
-    let name = revision.map(|revision| String::from_utf8_lossy(&revision.stdout).into_owned()).unwrap_or_default();
-    name.get(..6).and_then(|digits| usize::from_str_radix(digits, 16).ok()).unwrap_or(0) % 3
-}
-
 #[test]
-fn a_third_of_the_table_is_made_again() {
-    let third = third().to_string();
-    let output = TestDir::new().run(&["advise-truth", "--third", &third]).ok();
+fn the_table_is_made_again() {
+    let output = TestDir::new().run(&["advise-truth"]).ok();
     assert!(output.stderr.contains("pairs are as experiments/results/advise-truth.csv has them"), "{output:#?}");
 }
 
@@ -111,7 +102,7 @@ fn a_figure_that_differs_from_the_kept_one_is_named() {
     let other_build = |row: &mut Row| _ = row.insert("build".to_owned(), "01234567".to_owned());
     let output = checkout(other_build).run(&["advise-truth"]).ok();
     assert!(output.stderr.contains("6 pairs are as"), "{output:#?}");
-    for (column, value) in [("predicted_peak_reserved_bytes", "1"), ("predicted_retries", "7"), ("rank", "9")] {
+    for (column, value) in [("deferred_frees", "5"), ("predicted_retries", "7"), ("rank", "9")] {
         let test_dir = checkout(|row| {
             if row["conf"] == "max_split_size_mb:32" {
                 row.insert(column.to_owned(), value.to_owned());
@@ -123,16 +114,14 @@ fn a_figure_that_differs_from_the_kept_one_is_named() {
         let first = "1 of 6 pairs are not as experiments/results/advise-truth.csv has them, first \
                      lstm_var.default.pickle.xz under max_split_size_mb:32: ";
         assert!(
-            lines[0].contains(first) && lines[0].ends_with("-o experiments/results/advise-truth.csv"),
+            lines[0].contains(&format!("{first}{column} ")) && lines[0].contains(&format!(" now, {value} there; ")),
             "{output:#?}"
         );
+        assert!(lines[0].ends_with("-o experiments/results/advise-truth.csv"), "{output:#?}");
         // A rewritten table is correct.
         test_dir.run(&["advise-truth", "-o", "experiments/results/advise-truth.csv"]).ok();
         test_dir.run(&["advise-truth"]).ok();
     }
-    // A third without the only recording is refused.
-    let none = checkout(|_| {}).run(&["advise-truth", "--third", "4"]);
-    none.refused(2, &["--third 4: ", "there is 1 recording"]);
 }
 
 #[test]

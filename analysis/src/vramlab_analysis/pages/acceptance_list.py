@@ -98,7 +98,7 @@ def counts() -> Mapping[str, Any]:
     machines = [machine for machine in runs.machines if "gpu" in machine]
     words = (f"{machine['gpu']}, driver {inside.driver(machine)}, PyTorch {machine['torch']}" for machine in machines)
     values["machines"] = "; ".join(dict.fromkeys(words))
-    values["builds"] = listed(dict.fromkeys(machine["build"][:8] for machine in machines if machine.get("build")))
+    values["builds"] = listed(dict.fromkeys(inside.build(machine) for machine in machines))
     programs = sorted({run["program"] for run in runs.runs})
     skipped = [f"`{program}` ({why})" for program in programs if (why := runs.skip_reason(program))]
     values["skipped"] = listed(skipped) if skipped else "none"

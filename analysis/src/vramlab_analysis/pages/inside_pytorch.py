@@ -50,17 +50,20 @@ def programs() -> str:
             step = inside.ratio(runs, "timed", program, arm)
             least = inside.smallest(inside.curve(runs, program, arm))
             row += [f"{statistics.median(reserved) / MIB:,.0f} MiB", f"{step[0]:.3f}" if step else "one run"]
-            row.append(f"{least:g} ({inside.over_unlimited(runs, program, arm)[least]:.2f})" if least else "none tried")
+            there = inside.within(runs, program, arm, least) if least else None
+            row.append(f"{least:g} ({there.settled:.2f}, {there.mean:.2f})" if there else "none tried")
         body.append(row)
-    columns = ("reserved", "step over native's", "least limit (step there)")
+    columns = ("reserved", "step over native's", "least limit tried (settled step, mean)")
     heads = [f"{inside.PROGRAMS[program]}: {column}" for program in PROGRAMS for column in columns]
     return markdown(["under PyTorch 2.11", *heads], body)
 
 
 @group("inside")
 def campaign() -> Mapping[str, Any]:
-    """The machine of the table `inside`, and by program under `remap`: step times over native's within limits below
-    `tight`, `remap.min` and `remap.max`; the smallest limits; the slowest step."""
+    """The machine of the table `inside`, and by program under `remap`: settled and mean steps over native's within
+    limits below `tight`, `remap.min`, `remap.max` and `remap.mean`; the smallest limits; the slowest step. Of native its
+    peak reserved without a limit and the largest limit in which it ran out of memory, both over active memory. Of the
+    least limit of `remap` the first steps, the settled step and the mean."""
     runs = inside.load()
     quoted = [
         run
@@ -74,32 +77,64 @@ def campaign() -> Mapping[str, Any]:
         "gpu": listed(dict.fromkeys(machine["gpu"] for machine in machines)),
         "driver": listed(dict.fromkeys(inside.driver(machine) for machine in machines)),
         "day": listed(dict.fromkeys(machine["at"][:10] for machine in machines)),
-        "build": listed(dict.fromkeys(machine["build"][:8] for machine in machines)),
+        "build": listed(dict.fromkeys(map(inside.build, machines))),
         "turns": span(len(runs.of("timed", program=one, arm=arm)) for one in PROGRAMS for arm in ARMS),
     }
     slowest = 0.0
     for program in PROGRAMS:
-        ratios = inside.over_unlimited(runs, program, "remap")
-        tight = [ratio for limit, ratio in ratios.items() if limit < TIGHT]
+        points = inside.curve(runs, program, "remap")
+        steps = {one.over_active: inside.within(runs, program, "remap", one.over_active) for one in points if one.ms}
+        tight = [one for limit, one in steps.items() if limit < TIGHT]
         base = inside.unlimited(runs, program, "remap") or 1.0
         limited = [run for run in runs.of("curve", program=program, arm="remap") if run["status"] == "ok"]
         slowest = max([slowest, *(max(run["device_ms"]) / base for run in limited)])
         least = {arm: inside.smallest(inside.curve(runs, program, arm)) for arm in ("native", "remap")}
-        values[program] = {"least": least, "remap": {"min": min(tight), "max": max(tight), "at": ratios}}
+        if least["remap"] is None:
+            raise AnalysisError(f"{program} under remap: no limit in which it ran.")
+        there = steps[least["remap"]]
+        values[program] = {
+            "least": least,
+            "native": _native_needs(runs, program),
+            "remap": {
+                "min": min(one.settled for one in tight),
+                "max": max(one.settled for one in tight),
+                "mean": max(one.mean for one in tight),
+                "at": {limit: {"settled": one.settled, "mean": one.mean} for limit, one in steps.items()},
+            },
+            "there": {
+                "first": len(there.first),
+                "first.most": max(there.first, default=there.settled),
+                **{key: getattr(there, key) for key in ("steps", "runs", "settled", "mean")},
+            },
+        }
     return values | {"slowest": slowest, "tight": TIGHT, "aim": AIM}
+
+
+def _native_needs(runs: inside.Runs, program: str) -> dict[str, float]:
+    """Of native, over active memory: the peak reserved without a limit, and the largest limit that was not enough."""
+    free = [run for run in runs.of("curve", program=program, arm="native") if "over_active" not in run]
+    peaks = [(inside.peak(run, "reserved"), inside.peak(run, "active")) for run in free]
+    out = [one.over_active for one in inside.curve(runs, program, "native") if one.ms is None]
+    ratios = [reserved / active for reserved, active in peaks if reserved and active]
+    if not ratios or not out:
+        raise AnalysisError(f"{program} under native: no run without a limit, or no limit that was not enough.")
+    return {"peak": statistics.median(ratios), "out": max(out)}
 
 
 @group("steal-always")
 def steal_always() -> Mapping[str, Any]:
-    """By program: peak reserved over active after the warm-up, and the step over native's with its interval."""
+    """By program: peak reserved over active after the warm-up, the median step over native's with its interval, and
+    the same of the mean step as `mean`, `mean.low` and `mean.high`."""
     runs, values = inside.load(), {}
     for program in PROGRAMS:
         arm = "remap:steal=always"
         ratio = inside.ratio(runs, "timed", program, arm)
         settled = [one for run in runs.of("timed", program=program, arm=arm) if (one := inside.settled(run))]
-        if ratio is None or not settled:
+        mean = inside.ratio(runs, "timed", program, arm, of=inside.mean_step)
+        if ratio is None or mean is None or not settled:
             raise AnalysisError(f"{program} under {arm}: two runs with native's are needed.")
         values[program] = {"reserved": max(settled), **dict(zip(("step", "low", "high"), ratio, strict=True))}
+        values[program] |= dict(zip(("mean", "mean.low", "mean.high"), mean, strict=True))
     return values
 
 
@@ -246,4 +281,4 @@ def rmm_machine() -> Mapping[str, Any]:
     machine, processes = _rmm()
     first = processes[0]
     facts = {"rmm": first["rmm"], "cupy": first["cupy"], "gpu": machine["gpu"], "day": machine["at"][:10]}
-    return facts | {"build": machine["build"][:8], "rounds": len(first["callback"]["ns"])}
+    return facts | {"build": inside.build(machine), "rounds": len(first["callback"]["ns"])}

@@ -72,6 +72,12 @@ impl Pair {
     }
 }
 
+/// Whether a peak is within [`AS_GOOD`] of the least one.
+fn is_as_good(bytes: u64, least: u64) -> bool {
+    // CAST: bytes of a device, below 2^53.
+    bytes as f64 <= least as f64 * AS_GOOD
+}
+
 /// A recording used for predictions: its name, its path and its run.
 pub(super) type Recording<'a> = (&'a str, &'a Path, &'a Measured);
 
@@ -113,12 +119,10 @@ pub(super) fn predicted((name, file, own): Recording<'_>, runs: &[Measured], bui
         let prediction = predict(file, limit, &confs)?;
         let least = runs.iter().filter(|run| !run.out_of_memory).map(|run| run.peak_reserved_bytes).min();
         let first = prediction.settings.first().and_then(|setting| real.get(setting.conf.as_str()));
-        // CAST: bytes of a device, below 2^53.
-        let is_near = |first: &Measured, least: u64| first.peak_reserved_bytes as f64 <= least as f64 * AS_GOOD;
         let first_choice_right = least
             .zip(first)
             .filter(|_| runs.len() > 1)
-            .map(|(least, first)| !first.out_of_memory && is_near(first, least));
+            .map(|(least, first)| !first.out_of_memory && is_as_good(first.peak_reserved_bytes, least));
         for (rank, one) in (1..).zip(&prediction.settings) {
             let Some(run) = real.get(one.conf.as_str()).filter(|run| !is_own(&run.conf)) else { continue };
             let off = |bytes: u64| {
@@ -150,4 +154,33 @@ pub(super) fn predicted((name, file, own): Recording<'_>, runs: &[Measured], bui
         }
     }
     Ok(pairs)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn a_peak_at_most_one_percent_above_the_least_is_as_good() {
+        let least = 1_000_000_000;
+        assert_eq!([0, 9_999_999, 10_000_001].map(|more| is_as_good(least + more, least)), [true, true, false]);
+    }
+
+    #[test]
+    fn a_recording_that_ended_out_of_memory_predicts_nothing() {
+        let run = |name: &str, out_of_memory: bool| {
+            let mut run: Measured = serde_json::from_value(json!({
+                "program": "a", "set": "known", "conf": "", "limit_bytes": null, "peak_reserved_bytes": 1,
+                "peak_active_bytes": null, "out_of_memory": out_of_memory, "retries": 0, "recording": name, "torch": null,
+                "gpu": null, "recorded_after": null, "first_predicted": null,
+            }))
+            .unwrap();
+            run.file = Some(name.into());
+            run
+        };
+        let runs = [run("b", false), run("out", true), run("a", false)];
+        let names: Vec<&str> = recordings(&runs).into_iter().map(|recording| recording.0).collect();
+        assert_eq!(names, ["a", "b"]);
+    }
 }
