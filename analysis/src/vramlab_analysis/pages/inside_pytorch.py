@@ -60,10 +60,13 @@ def programs() -> str:
 
 @group("inside")
 def campaign() -> Mapping[str, Any]:
-    """The machine of the table `inside`, and by program under `remap`: settled and mean steps over native's within
-    limits below `tight`, `remap.min`, `remap.max` and `remap.mean`; the smallest limits; the slowest step. Of native its
-    peak reserved without a limit and the largest limit in which it ran out of memory, both over active memory. Of the
-    least limit of `remap` the first steps, the settled step and the mean."""
+    """The machine of the table `inside`, and steps within limits.
+
+    By program: under `remap` settled and mean steps over native's within limits below `tight` (`remap.min`,
+    `remap.max`, `remap.mean`); the smallest limits; `there`, the steps of `remap` at its smallest one; of native its
+    peak reserved without a limit and the largest limit in which it ran out of memory, both over active memory. Over
+    all: the slowest step.
+    """
     runs = inside.load()
     quoted = [
         run
