@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from vramlab_analysis import repository
@@ -20,16 +21,22 @@ BACK = ("linear_input", "linear_gradient", "linear_update")
 REMOVED = ("linear_backward", "f32x3")
 
 
-@cache
-def _steps() -> list[dict[str, Any]]:
-    """The newest record's steps without removed kernels, by type and width.
+def _file() -> Path:
+    """The newest record.
 
-    Raises AnalysisError where there is no record.
+    Raises AnalysisError where there is none.
     """
     paths = repository.listing().files("step-kernels.jsonl")
     if not paths:
         raise AnalysisError("experiments/results: no step-kernels.jsonl.")
-    steps: list[dict[str, Any]] = [parse_json(line, str(paths[-1])) for line in read_bytes(paths[-1]).splitlines()]
+    return paths[-1]
+
+
+@cache
+def _steps() -> list[dict[str, Any]]:
+    """The newest record's steps without removed kernels, by type and width."""
+    path = _file()
+    steps: list[dict[str, Any]] = [parse_json(line, str(path)) for line in read_bytes(path).splitlines()]
     steps = [
         step for step in steps if not any(part in kernel["name"] for kernel in step["kernels"] for part in REMOVED)
     ]
@@ -67,9 +74,11 @@ def table() -> str:
 
 
 def values() -> dict[str, Any]:
-    """Of the narrowest step the shortest and the mean launch by type in us, of the widest the highest rate in TB/s."""
+    """Of the narrowest step the shortest and the mean launch by type in us, of the widest the highest rate in TB/s; the
+    GPU, builds and day of the record."""
     narrow, wide = (edge(step["width"] for step in _steps()) for edge in (min, max))
-    found: dict[str, Any] = {"narrow": {"width": narrow}, "wide": {"width": wide}}
+    found: dict[str, Any] = {"narrow": {"width": narrow}, "wide": {"width": wide}, "day": _file().name[:10]}
+    found |= {key: " and ".join(dict.fromkeys(str(step[key]) for step in _steps())) for key in ("gpu", "build")}
     for step in _steps():
         times = [kernel["us"] for kernel in step["kernels"]]
         if step["width"] == narrow:

@@ -26,6 +26,8 @@ COLUMNS = {
     "roundup_power2_divisions:8": "roundup 8",
 }
 RUNS, PAIRS = "advise-truth.jsonl", "advise-truth.csv"
+# The setting that answers most questions.
+ALWAYS = "expandable_segments:True"
 # The error of a near prediction in percent.
 NEAR = 1.0
 MIB = 2**20
@@ -79,21 +81,54 @@ def table() -> str:
 
 
 def near(frame: pl.DataFrame, column: str = "off_percent") -> dict[str, Any]:
-    """The number of predictions, of exact ones and of those within 1 %, and the worst error in percent."""
-    off = frame[column].drop_nulls().abs()
+    """The number of predictions, of exact ones and of those within 1 %, and the worst error in percent; of how many
+    programs and recordings they are."""
+    frame = frame.filter(pl.col(column).is_not_null())
+    off = frame[column].abs()
     return {
         "count": len(off),
+        "programs": frame["program"].n_unique(),
+        "recordings": frame["recording"].n_unique(),
         "exact": int((off == 0).sum()),
         "near": int((off <= NEAR).sum()),
         "worst": off.max() or 0.0,
     }
 
 
+def questions(choices: pl.DataFrame) -> dict[str, int]:
+    """The questions behind the first choices: programs within a limit, those that every recording answers right, and
+    those that always `expandable` answers.
+
+    Several recordings of a program ask the same question. An answer is right if it ran and reserved at most 1 % more
+    than the best measured setting.
+    """
+    measured: dict[tuple[str, int | None], list[dict[str, Any]]] = {}
+    for run in runs():
+        measured.setdefault((run["program"], run["limit_bytes"]), []).append(run)
+    by_question = choices.group_by("program", "limit_bytes").agg(pl.col("first_choice_right").all())
+    asked = list(by_question.select("program", "limit_bytes").iter_rows())
+    expandable = 0
+    for question in asked:
+        ran = {run["conf"]: run["peak_reserved_bytes"] for run in measured[question] if not run["out_of_memory"]}
+        expandable += ran.get(ALWAYS, float("inf")) <= (1 + NEAR / 100) * min(ran.values())
+    answered = int(by_question["first_choice_right"].sum())
+    return {"questions": len(asked), "answered": answered, "expandable": expandable}
+
+
+def unchanged(frame: pl.DataFrame) -> int:
+    """Of the predictions with an error: how many would be within 1 % if each repeated the peak of its recording."""
+    own = {run["recording"]: run["peak_reserved_bytes"] for run in runs() if run["recording"]}
+    rows = frame.filter(pl.col("off_percent").is_not_null()).iter_rows(named=True)
+    peaks = [(own[row["recording"]], row["real_peak_reserved_bytes"]) for row in rows]
+    return sum(abs(peak / real - 1) <= NEAR / 100 for peak, real in peaks)
+
+
 def values() -> dict[str, Any]:
     """`near` of sets of pairs; the held-out sets as `first` and `later`, in the order of recording.
 
     `hard` pairs have a limit, private pools or deferred frees. Of all pairs: how often running out of memory and the
-    number of retries were predicted right, and the first choice of a recording.
+    number of retries were predicted right, and the first choice of a recording. Base rates: `unchanged`, the pairs in
+    which the recording's own peak is within 1 %; `limited.none`, runs without a retry; `choices.expandable`.
     """
     frame = pairs()
     held_out, known = frame.filter(IS_HELD_OUT), frame.filter(~IS_HELD_OUT)
@@ -118,10 +153,16 @@ def values() -> dict[str, Any]:
     return found | {
         "tolerance": NEAR / 100,
         "pairs": frame.height,
+        "all": near(frame),
+        "recordings": frame["recording"].n_unique(),
+        "runs": frame.select("program", "conf", "limit_bytes").n_unique(),
+        "programs": frame["program"].n_unique(),
+        "unchanged": unchanged(frame),
         "heldout": near(held_out) | {"first": near(held_out, "first_off_percent")["near"]},
         **{name: near(known.filter(which)) for name, which in sets.items()},
-        "limited": {"count": limited.height, "out": int(limited["real_out_of_memory"].sum()), **right},
-        "choices": {"count": choices.height, "right": int(choices["first_choice_right"].sum())},
+        "limited": {"count": limited.height, "out": int(limited["real_out_of_memory"].sum()), **right}
+        | {"none": limited.filter(pl.col("real_retries") == 0).height, "programs": limited["program"].n_unique()},
+        "choices": {"count": choices.height, "right": int(choices["first_choice_right"].sum()), **questions(choices)},
     }
 
 

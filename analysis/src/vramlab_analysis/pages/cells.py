@@ -20,6 +20,22 @@ def cells(spec: str, by: list[str], value: str = "step_us", **where: Any) -> dic
     return {tuple(row[name] for name in by): row for row in rows}
 
 
+def build(provenance: dict[str, Any] | None) -> str:
+    """The build of a record: a short commit, with `-dirty` if the sources differed from it."""
+    told = provenance or {}
+    commit = str(told.get("git_commit") or "unknown")[:8]
+    return f"{commit}-dirty" if told.get("git_dirty") else commit
+
+
+def origin(spec: str) -> str:
+    """Where a spec's runs on a GPU are from, in words: the GPU, the builds and the days."""
+    experiment = results(spec, "gpu")
+    done = [entry.meta for entry in experiment.runs if entry.done]
+    builds = listed(sorted({build(meta.get("provenance")) for meta in done}))
+    days = dates(str(meta.get("started_at") or experiment.document["started_at"]) for meta in done)
+    return f"{experiment.machine}, build {builds}, {days}"
+
+
 def span(numbers: Iterable[float]) -> str:
     """The least and the greatest of some numbers: `3 to 5`."""
     least, *more = sorted(set(numbers))

@@ -11,7 +11,7 @@ from typing import Any
 
 from vramlab_analysis import inside, repository, truth
 from vramlab_analysis.errors import AnalysisError
-from vramlab_analysis.pages.cells import listed, span
+from vramlab_analysis.pages.cells import dates, listed, span
 from vramlab_analysis.pages.registry import GROUPS, group, markdown, table
 
 MIB = 2**20
@@ -143,10 +143,22 @@ def steal_always() -> Mapping[str, Any]:
 
 @group("torch-empty")
 def torch_empty() -> Mapping[str, Any]:
-    """Facts of the runs that time `torch.empty` and its free."""
+    """Facts of the runs that time `torch.empty` and its free; by allocator their time over native's: `.median`, and
+    the middle half `.low` to `.high`."""
     runs = inside.load()
+    machines = [runs.machines[run["call"]] for run in runs.of("empty")]
+    over = {arm: sorted(inside.turns(runs, arm)) for arm in runs.arms(runs.of("empty")) if arm != "native"}
     native = [ns / 1e3 for run in runs.of("empty", arm="native") for ns in run["ns"]]
-    return {"turns": len(native), "calls": runs.of("empty")[0]["calls"], "min_us": min(native), "max_us": max(native)}
+    return {
+        "turns": len(native),
+        "calls": runs.of("empty")[0]["calls"],
+        "min_us": min(native),
+        "max_us": max(native),
+        "gpu": listed(dict.fromkeys(machine["gpu"] for machine in machines)),
+        "build": listed(dict.fromkeys(map(inside.build, machines))),
+        "day": dates(machine["at"] for machine in machines),
+        **{arm: dict(zip(("low", "median", "high"), one, strict=True)) for arm, one in over.items()},
+    }
 
 
 @table("torch-empty")

@@ -48,6 +48,8 @@ ALLOCATORS = {
     "rmm-arena": "RMM arena",
     "cuda-malloc-async": "CUDA memory pool",
 }
+# The mark of a cell whose repeats differ by more than a quarter of their median.
+WIDE = "†"
 TIMES = {
     "history/gpt2": "GPT-2, recorded",
     "history/resnet50": "ResNet-50, recorded",
@@ -157,7 +159,8 @@ def bench() -> Mapping[str, Any]:
         "driver": document["provenance"]["driver_release"],
         "day": document["date"][:10],
         "cells": len(shown),
-        "wide": sum(row["max"] - row["min"] > row["median"] / 4 for row in shown),
+        "wide": sum(map(_is_wide, shown)),
+        "mark": WIDE,
         "slower": {"min": min(ratios), "max": max(ratios)},
         **{name: {key: row[key] for key in ("median", "min", "max")} for name, row in rows.items()},
     }
@@ -165,12 +168,18 @@ def bench() -> Mapping[str, Any]:
 
 def _calls(title: str, cases: dict[str, str]) -> str:
     """A table of calls: a row for each case, a column for each allocator; medians."""
-    medians = {(row["case"], row["allocator"]): row["median"] for row in read_json(newest("bench.json"))["rows"]}
+    rows = {(row["case"], row["allocator"]): row for row in read_json(newest("bench.json"))["rows"]}
     body = []
     for case, words in cases.items():
-        values = [medians[case, name] for name in ALLOCATORS]
-        body.append([words, *(f"{value:.2g}" if value < 10 else f"{value:,.0f}" for value in values)])
+        some = [rows[case, name] for name in ALLOCATORS]
+        texts = (f"{row['median']:.2g}" if row["median"] < 10 else f"{row['median']:,.0f}" for row in some)
+        body.append([words, *(f"{text}{WIDE * _is_wide(row)}" for text, row in zip(texts, some, strict=True))])
     return markdown([title, *ALLOCATORS.values()], body)
+
+
+def _is_wide(row: dict[str, Any]) -> bool:
+    """Whether the repeats of a cell differ by more than a quarter of their median."""
+    return bool(row["max"] - row["min"] > row["median"] / 4)
 
 
 @table("call-times")

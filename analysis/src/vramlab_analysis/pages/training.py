@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import polars as pl
@@ -22,7 +22,7 @@ from vramlab_analysis.experiments import (
     results,
 )  # fmt: skip
 from vramlab_analysis.measures import medians
-from vramlab_analysis.pages.cells import cells, dates, span, step_table, us
+from vramlab_analysis.pages.cells import build, cells, dates, listed, origin, span, step_table, us
 from vramlab_analysis.pages.registry import GROUPS, group, markdown, table
 from vramlab_analysis.plots import loss
 from vramlab_analysis.style import si_time
@@ -45,7 +45,7 @@ def cells_of(spec: str) -> dict[str, Any]:
     """Medians of a spec's cells as `KEY.KEY`, with `.low` and `.high`, and `repeats`, the runs of a cell in words."""
     by, where = SPECS[spec]
     found = cells(spec, by, **where)
-    values: dict[str, Any] = {"repeats": span(cell["repeats"] for cell in found.values())}
+    values: dict[str, Any] = {"repeats": span(cell["repeats"] for cell in found.values()), "of": origin(spec)}
     for key, cell in found.items():
         name = ".".join(map(str, key))
         values |= {name: cell["value"], f"{name}.low": cell["low"], f"{name}.high": cell["high"]}
@@ -57,9 +57,18 @@ GROUPS.update({spec: lambda spec=spec: cells_of(spec) for spec in SPECS})  # typ
 
 @group("compare")
 def compare() -> Mapping[str, Any]:
-    """The newest comparison of the allocators on a GPU, by its rows."""
+    """The newest comparison of the allocators on a GPU, by its rows; its build; `columns`: what the columns are of."""
     rows = comparison()
-    return {"day": newest("cuda.json").parent.name[:10], **{row["arm"]: row for row in rows if "--" not in row["arm"]}}
+    runs = span(row["repeats"] for row in rows)
+    columns = f"the epoch is a median of {runs} runs, all else of the last run"
+    if all("middle_half" in row for row in rows):
+        columns = f"medians of {runs} runs and their middle halves"
+    return {
+        "day": newest("cuda.json").parent.name[:10],
+        "build": listed(dict.fromkeys(build(row.get("provenance")) for row in rows)),
+        "columns": columns,
+        **{row["arm"]: row for row in rows if "--" not in row["arm"]},
+    }
 
 
 def comparison() -> list[dict[str, Any]]:
@@ -68,18 +77,33 @@ def comparison() -> list[dict[str, Any]]:
     return rows
 
 
+def _half(row: dict[str, Any], name: str, words: Callable[[float], str]) -> str:
+    """The middle half of a number of a row in brackets; empty where the record has none, or it is one value."""
+    low, high = map(words, row.get("middle_half", {}).get(name, (0.0, 0.0)))
+    return "" if low == high else f" ({low} to {high})"
+
+
 @table("epochs")
 def epochs() -> str:
     """An epoch under each allocator with its default settings."""
+
+    def ms(seconds: float) -> str:
+        return f"{1e3 * seconds:.0f}"
+
+    def blocked(ns: float) -> str:
+        return f"{ns / 1e6:.0f}"
+
     rows = [row for row in comparison() if "--" not in row["arm"]]
     best = min(row["epoch_s"] for row in rows)
     head = [f"epoch, {machine(rows[0]['device']).removeprefix('NVIDIA ')}", "relative to the best"]
     head += ["driver allocations", "host blocked, most in", "allocate p50", "p99", "peak reserved"]
     body = [
         [
-            f"`{row['arm']}`", f"{1e3 * row['epoch_s']:.0f} ms", f"{row['epoch_s'] / best:.2f}",
-            f"{row['driver_allocations']:,}", f"{row['blocked_ns'] / 1e6:.0f} ms, `{row['blocked_in']}`",
-            si_time(row["allocate_p50_ns"]), si_time(row["allocate_p99_ns"]),
+            f"`{row['arm']}`", f"{ms(row['epoch_s'])} ms{_half(row, 'epoch_s', ms)}", f"{row['epoch_s'] / best:.2f}",
+            f"{row['driver_allocations']:,}",
+            f"{blocked(row['blocked_ns'])} ms{_half(row, 'blocked_ns', blocked)}, `{row['blocked_in']}`",
+            si_time(row["allocate_p50_ns"]),
+            f"{si_time(row['allocate_p99_ns'])}{_half(row, 'allocate_p99_ns', si_time)}",
             f"{row['peak_reserved_bytes'] / MIB:.1f} MiB",
         ]
         for row in rows
@@ -117,11 +141,21 @@ def recorded() -> list[Experiment]:
 
 @group("records")
 def records() -> Mapping[str, Any]:
-    """The specs recorded on the compared GPU: their number and days, the newest record of each."""
+    """The specs recorded on the compared GPU: their number, days and builds, the newest record of each. Of their
+    completed runs the number, and the number of those without a commit and from changed sources."""
     gpu = machine(comparison()[0]["device"])
     of = {one.name: one for one in recorded() if one.machine == gpu}
     pages = sorted({one.directories[0].parent.name for one in of.values()})
-    return {"specs": len(of), "days": dates(one.document["started_at"] for one in of.values()), "pages": pages}
+    told = [entry.meta.get("provenance") or {} for one in of.values() for entry in one.runs if entry.done]
+    return {
+        "specs": len(of),
+        "days": dates(one.document["started_at"] for one in of.values()),
+        "pages": pages,
+        "runs": len(told),
+        "builds": len({one["git_commit"] for one in told if one.get("git_commit")}),
+        "unknown": sum(not one.get("git_commit") for one in told),
+        "dirty": sum(bool(one.get("git_dirty")) for one in told),
+    }
 
 
 @group("waits")
