@@ -11,11 +11,11 @@ import polars as pl
 import pytest
 
 from tests.conftest import write_experiment
-from vramlab_analysis import agreement, documents, experiments, readme_figure, repository, samples, style
+from vramlab_analysis import agreement, documents, experiments, readme_figure, repository, samples, style, truth
 from vramlab_analysis.errors import AnalysisError
 from vramlab_analysis.experiments import results
 from vramlab_analysis.measures import train_pace
-from vramlab_analysis.pages import lookup, replays
+from vramlab_analysis.pages import lookup, replays, training
 from vramlab_analysis.plots import timeline
 
 ANSWERS = "experiments/answers.md"
@@ -340,3 +340,55 @@ def test_passes_of_an_experiment_have_the_settings_of_the_older_record(
         (run / "result.json").write_text(json.dumps({"rows": [[0, 2, 128, 5.0, number]]}))
     monkeypatch.setattr(replays, "kept", lambda name: [tmp_path / name])
     assert replays._expandable_runs() == {"default": [[[0, 2, 128, 5.0, 0]]], "expandable": [[[0, 2, 128, 5.0, 1]]]}
+
+
+def test_the_table_of_epochs_has_middle_halves_where_the_record_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = json.loads(experiments.newest("cuda.json").read_text())
+    for row in rows:
+        row["middle_half"] = {"epoch_s": [0.1, 0.3], "blocked_ns": [1e6, 5e6], "allocate_p99_ns": [100, 2000]}
+    (tmp_path / "2026-01-01-gpu").mkdir()
+    (tmp_path / "2026-01-01-gpu/cuda.json").write_text(json.dumps(rows))
+    monkeypatch.setenv("RESULTS", str(tmp_path))
+    table, columns = training.epochs(), training.compare()["columns"]
+    del rows[0]["middle_half"]
+    (tmp_path / "2026-01-01-gpu/cuda.json").write_text(json.dumps(rows))
+    assert "middle halves" in columns
+    for words in (" ms (100 to 300) |", " ms (1 to 5), `", "(100 ns to 2 µs) |"):
+        assert table.count(words) == len([row for row in rows if "--" not in row["arm"]]), (words, table)
+    # One row without them, and the columns are not all medians.
+    assert "of the last run" in training.compare()["columns"]
+
+
+def test_questions_count_a_program_once_and_always_expandable(monkeypatch: pytest.MonkeyPatch) -> None:
+    choices = pl.DataFrame({
+        "program": ["a", "a", "b"], "limit_bytes": [None, None, 5], "first_choice_right": [True, True, False],
+    })  # fmt: skip
+
+    def run(program: str, conf: str, peak: int, limit: int | None = None, *, out: bool = False) -> dict[str, object]:
+        return {
+            "program": program,
+            "conf": conf,
+            "limit_bytes": limit,
+            "peak_reserved_bytes": peak,
+            "out_of_memory": out,
+        }
+
+    runs = [
+        run("a", "", 1000),
+        run("a", truth.ALWAYS, 1010),
+        run("b", "", 1000, 5),
+        run("b", truth.ALWAYS, 900, 5, out=True),
+    ]
+    monkeypatch.setattr(truth, "runs", lambda: runs)
+    assert truth.questions(choices) == {"questions": 2, "answered": 1, "expandable": 1}
+    runs[1]["peak_reserved_bytes"] = 1011
+    assert truth.questions(choices)["expandable"] == 0
+
+
+def test_cells_with_uneven_repeats_have_a_mark() -> None:
+    rows = {"median": 100, "min": 90, "max": 115}, {"median": 100, "min": 90, "max": 116}
+    assert [replays._is_wide(row) for row in rows] == [False, True]
+    marked = replays.call_times().count(replays.WIDE) + replays.call_rates().count(replays.WIDE)
+    assert marked == replays.bench()["wide"]
