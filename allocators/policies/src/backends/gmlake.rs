@@ -47,7 +47,8 @@
 use super::registry::{Backend, Capabilities, Needs, SegmentUse, StreamUse, With};
 use super::{foreign, not_held};
 use crate::contract::{
-    AllocError, Block, DeviceAllocator, Ledger, MemoryLimit, Parts, Path, PoolKind, Request, Snapshot, Stats, Tokens,
+    AllocError, Block, Completions, DeviceAllocator, Ledger, MemoryLimit, Parts, Path, PoolKind, Request, Snapshot,
+    Stats, Tokens,
 };
 use crate::policy::Heap;
 use crate::policy::fit::Fit;
@@ -240,7 +241,17 @@ impl DeviceAllocator for GmLake {
     }
 
     fn parts(&self) -> Parts<'_> {
-        Parts { limit: Some(self), ..Parts::NONE }
+        Parts { limit: Some(self), completions: Some(self), ..Parts::NONE }
+    }
+}
+
+impl Completions for GmLake {
+    fn tell_completed(&self, on: bool) {
+        self.lock().pending.completed = on.then(Vec::new);
+    }
+
+    fn take_completed(&self) -> Vec<DeviceAddr> {
+        self.lock().pending.completed.as_mut().map(std::mem::take).unwrap_or_default()
     }
 }
 

@@ -58,7 +58,7 @@ pub struct Pending<B = BlockId> {
     /// Streams that were announced to use a live block.
     uses: BTreeMap<B, Vec<StreamId>>,
     /// Addresses of deferred frees that have completed since they were last read; `None` while nobody reads them.
-    pub(super) completed: Option<Vec<DeviceAddr>>,
+    pub(crate) completed: Option<Vec<DeviceAddr>>,
 }
 
 impl<B> Default for Pending<B> {

@@ -9,7 +9,7 @@ use crate::policy::grow::{Segments as _, release_cached};
 use crate::policy::pending::{Freed, Pending};
 use crate::policy::size::torch::SMALL_SEGMENT;
 use crate::space::{BlockId, FreeList};
-use vramlab_device::{DriverError, StreamId};
+use vramlab_device::{DeviceAddr, DriverError, StreamId};
 
 /// A block that the client freed and that other streams use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -40,9 +40,14 @@ impl State {
         }
     }
 
-    /// Makes blocks reusable whose last use has completed.
+    /// Makes blocks reusable whose last use has completed, and remembers their addresses if requested.
     pub(super) fn put_completed(&mut self, done: Vec<Held>) {
         for held in done {
+            let addr = match held {
+                Held::Small(block) => self.heap.space()[block].addr,
+                Held::Large(addr) => addr,
+            };
+            self.pending.completed.iter_mut().for_each(|completed| completed.push(DeviceAddr::handed_out(addr)));
             match held {
                 Held::Small(block) => {
                     self.heap.put(block);
@@ -77,7 +82,12 @@ impl State {
         Ok(large + release_cached(&mut self.heap, keep)?)
     }
 
-    pub(super) fn small(&mut self, list: FreeList, bytes: u64, requested: u64) -> Result<Option<(BlockId, Path)>, DriverError> {
+    pub(super) fn small(
+        &mut self,
+        list: FreeList,
+        bytes: u64,
+        requested: u64,
+    ) -> Result<Option<(BlockId, Path)>, DriverError> {
         let (block, path) = match self.heap.find(list, bytes, u64::MAX) {
             Some(block) if self.heap.space()[block].bytes > bytes => (block, Path::Split),
             Some(block) => (block, Path::Hit),
