@@ -9,6 +9,7 @@ from typing import Any
 
 from vramlab_analysis import repository
 from vramlab_analysis.errors import AnalysisError, parse_json, read_bytes
+from vramlab_analysis.experiments import Entry, results
 from vramlab_analysis.pages.registry import group, markdown, table
 
 MICRO = 1e6
@@ -102,3 +103,70 @@ def steps() -> str:
         body.append([title, *cells, f"{blocked[0]:,.0f}, {blocked[1]:,.0f}", *(f"{peak:,.1f}" for peak in peaks)])
     head = ["", "rank 0, µs a step", "rank 1, µs a step", "host blocked, µs", "reserved, MiB", "pending, MiB"]
     return markdown(head, body)
+
+
+# Rows of the table by width: arm and allocator in the spec `ranks`.
+BY_WIDTH = {
+    ("allocators", "caching"): "`caching`",
+    ("allocators", "stream-ordered"): "`stream-ordered`",
+    ("allocators", "naive"): "`naive`",
+    ("mixed", "caching"): "`naive` on rank 0, `caching` on rank 1",
+}
+
+
+@cache
+def _by_width() -> dict[tuple[str, str], dict[int, list[Entry]]]:
+    """Finished runs of the spec `ranks` by row and width. Raises AnalysisError without one."""
+    found: dict[tuple[str, str], dict[int, list[Entry]]] = {row: {} for row in BY_WIDTH}
+    for entry in results("ranks", "gpu").runs:
+        row = (entry.arm, entry.options["alloc"])
+        if entry.done and row in found:
+            found[row].setdefault(int(entry.options["hidden"]), []).append(entry)
+    if not all(found.values()):
+        raise AnalysisError("experiments/results: the newest experiment `ranks` lacks rows of the table by width.")
+    return found
+
+
+def _of_ranks(entries: list[Entry], value: str) -> list[float]:
+    """The largest value of a run's ranks, in microseconds, for each run."""
+    return [MICRO * max(rank[value] for rank in entry.record.summary["ranks"]) for entry in entries]
+
+
+@group("ranks-by-width")
+def by_width() -> Mapping[str, Any]:
+    """Median step of the slower rank and exposed communication in microseconds, by allocators and width; and counts."""
+    rows = _by_width()
+    names = {("mixed", "caching"): "mixed"}
+    cells = {
+        names.get(row, row[1]): {
+            str(width): {
+                "step": median(_of_ranks(entries, "step_s")),
+                "exposed": median(_of_ranks(entries, "exposed_communication_s")),
+            }
+            for width, entries in sorted(widths.items())
+        }
+        for row, widths in rows.items()
+    }
+    counts = [len(entries) for widths in rows.values() for entries in widths.values()]
+    first = next(iter(rows[("allocators", "caching")].values()))[0]
+    return cells | {
+        "runs": {"least": min(counts), "most": max(counts)},
+        "build": first.record.summary["provenance"]["git_commit"][:8],
+        "day": first.record.summary["started_at"][:10],
+    }
+
+
+@table("ranks-by-width")
+def steps_by_width() -> str:
+    """The slower rank's median step with the range, and the exposed communication, by allocators and width."""
+    rows = _by_width()
+    widths = sorted({width for found in rows.values() for width in found})
+    body = []
+    for row, found in rows.items():
+        cells = []
+        for width in widths:
+            times = _of_ranks(found[width], "step_s")
+            exposed = median(_of_ranks(found[width], "exposed_communication_s"))
+            cells.append(f"{median(times):,.0f} ({min(times):,.0f} to {max(times):,.0f}); {exposed:,.0f}")
+        body.append([BY_WIDTH[row], *cells])
+    return markdown(["µs a step; exposed sums", *(f"width {width:,}" for width in widths)], body)
