@@ -48,6 +48,21 @@ pub(super) struct Measured {
     /// The last commit made without knowledge of this program.
     #[serde(rename = "recorded_after")]
     _recorded_after: Option<String>,
+    /// The command that made the run.
+    #[serde(rename = "command", default)]
+    _command: Option<String>,
+    /// Release of NVIDIA's driver.
+    #[serde(rename = "driver", default)]
+    _driver: Option<String>,
+    /// The host, as `host_hash` in a record's provenance.
+    #[serde(rename = "host", default)]
+    _host: Option<String>,
+    /// Commit of the sources of the program.
+    #[serde(rename = "commit", default)]
+    _commit: Option<String>,
+    /// Day of the run.
+    #[serde(rename = "date", default)]
+    _date: Option<String>,
     /// The prediction from before `advise` was changed because of these runs.
     pub(super) first_predicted: Option<First>,
     /// Current path of its recording.
@@ -185,6 +200,11 @@ fn run_of(path: &Path) -> Result<Option<Measured>> {
         _torch: fact("torch"),
         _gpu: fact("gpu"),
         _recorded_after: None,
+        _command: fact("command"),
+        _driver: fact("driver"),
+        _host: fact("host"),
+        _commit: fact("commit"),
+        _date: fact("date"),
         first_predicted: None,
         file,
     }))
