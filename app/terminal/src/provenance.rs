@@ -87,8 +87,8 @@ fn text(root: &Path, name: &str) -> Option<String> {
     Some(text.trim().to_owned()).filter(|text| !text.is_empty())
 }
 
-/// Hash of the machine ID and the host name. Machines cloned from one image share the ID, and containers on one machine often have
-/// different names.
+/// Hash of the values that differ between hosts: machine ID, host name, processor, the kernel module's driver, and the UUIDs
+/// of the GPUs. Virtual machines that start from one image share the first two.
 fn host_hash(root: &Path, variable: &dyn Fn(&str) -> Option<String>) -> Option<String> {
     let machine = text(root, "etc/machine-id").or_else(|| text(root, "var/lib/dbus/machine-id"));
     let name =
@@ -96,28 +96,55 @@ fn host_hash(root: &Path, variable: &dyn Fn(&str) -> Option<String>) -> Option<S
     if machine.is_none() && name.is_none() {
         return None;
     }
-    let both = format!("{}\n{}", machine.unwrap_or_default(), name.unwrap_or_default());
-    Some(digest(&SHA256, both.as_bytes()).as_ref()[..8].iter().map(|byte| format!("{byte:02x}")).collect())
+    let processor = text(root, "proc/cpuinfo").and_then(|text| field(&text, "model name"));
+    // The release of a loaded library is left out: it differs between processes.
+    let mut facts = [machine, name, processor, module_release(root)].map(Option::unwrap_or_default).to_vec();
+    facts.extend(gpus(root));
+    let facts = facts.join("\n");
+    Some(digest(&SHA256, facts.as_bytes()).as_ref()[..8].iter().map(|byte| format!("{byte:02x}")).collect())
+}
+
+/// The value of the first line `NAME : VALUE`.
+fn field(text: &str, name: &str) -> Option<String> {
+    text.lines().find_map(|line| {
+        let (key, value) = line.split_once(':')?;
+        (key.trim() == name).then(|| value.trim().to_owned())
+    })
+}
+
+/// The UUIDs of NVIDIA's GPUs, sorted.
+fn gpus(root: &Path) -> Vec<String> {
+    let entries = std::fs::read_dir(root.join("proc/driver/nvidia/gpus")).into_iter().flatten().flatten();
+    let information = entries.filter_map(|entry| std::fs::read_to_string(entry.path().join("information")).ok());
+    let mut uuids: Vec<String> = information.filter_map(|text| field(&text, "GPU UUID")).collect();
+    uuids.sort_unstable();
+    uuids
+}
+
+/// Whether a word is a driver's release.
+fn is_release(word: &str) -> bool {
+    let parts: Vec<&str> = word.split('.').collect();
+    let digits = |part: &&str| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit());
+    (2..=3).contains(&parts.len()) && parts.iter().all(digits)
+}
+
+/// The kernel module's release.
+fn module_release(root: &Path) -> Option<String> {
+    let module = text(root, "proc/driver/nvidia/version").and_then(|text| {
+        let line = text.lines().find(|line| line.starts_with("NVRM version:"))?.to_owned();
+        line.split_whitespace().find(|word| is_release(word)).map(str::to_owned)
+    });
+    module.or_else(|| text(root, "sys/module/nvidia/version").filter(|text| is_release(text)))
 }
 
 /// The kernel module's release, else the release of the loaded library.
 fn driver_release(root: &Path) -> Option<String> {
-    let is_release = |word: &&str| {
-        let parts: Vec<&str> = word.split('.').collect();
-        let digits = |part: &&str| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit());
-        (2..=3).contains(&parts.len()) && parts.iter().all(digits)
-    };
-    let module = text(root, "proc/driver/nvidia/version").and_then(|text| {
-        let line = text.lines().find(|line| line.starts_with("NVRM version:"))?.to_owned();
-        line.split_whitespace().find(is_release).map(str::to_owned)
-    });
-    let listed = || text(root, "sys/module/nvidia/version").filter(|text| is_release(&text.as_str()));
     let loaded = || {
         let maps = text(root, "proc/self/maps")?;
-        maps.lines()
-            .find_map(|line| line.rsplit_once("/libcuda.so.").map(|(_, end)| end).filter(is_release).map(str::to_owned))
+        let mut releases = maps.lines().filter_map(|line| line.rsplit_once("/libcuda.so.").map(|(_, end)| end));
+        releases.find(|end| is_release(end)).map(str::to_owned)
     };
-    module.or_else(listed).or_else(loaded)
+    module_release(root).or_else(loaded)
 }
 
 fn job(variable: &dyn Fn(&str) -> Option<String>) -> Option<Job> {
@@ -198,6 +225,22 @@ mod tests {
         assert_eq!(of("aa", "gpu-node-7").as_ref(), Some(&first));
         assert!(of("ab", "gpu-node-7").unwrap() != first && of("aa", "gpu-node-8").unwrap() != first);
         assert_eq!(host_hash(system(&[]).path(), &none), None);
+        // Machines that start from one image differ in their GPU, processor or driver.
+        let image = [("etc/machine-id", "aa"), ("proc/sys/kernel/hostname", "gpu-node-7")];
+        let with = |uuid: &str, cpu: &str, driver: &str| {
+            let gpu = format!("Model: \t\t NVIDIA H200\nGPU UUID: \t {uuid}\n");
+            let (cpu, driver) = (format!("processor\t: 0\nmodel name\t: {cpu}\n"), format!("{driver}\n"));
+            let files = [
+                ("proc/driver/nvidia/gpus/0000:01:00.0/information", gpu.as_str()),
+                ("proc/cpuinfo", &cpu),
+                ("sys/module/nvidia/version", &driver),
+            ];
+            host_hash(system(&[&image[..], &files].concat()).path(), &none).unwrap()
+        };
+        let host = with("GPU-1", "Xeon", "580.1");
+        assert_eq!(host, with("GPU-1", "Xeon", "580.1"));
+        let others = [with("GPU-2", "Xeon", "580.1"), with("GPU-1", "EPYC", "580.1"), with("GPU-1", "Xeon", "580.2")];
+        assert!(others.iter().all(|other| *other != host && *other != first), "{others:?}");
         let named = |name: &str| (name == "HOSTNAME").then(|| "here".to_owned());
         assert!(host_hash(system(&[]).path(), &named).is_some());
     }

@@ -57,13 +57,20 @@ def provenance(whole=False, build=None):
         changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/" if whole else ".")
         if changed is not None:
             told["git_dirty"] = changed != ""
+    module = system("/proc/driver/nvidia/version").partition("\n")[0]
+    release = re.search(r"\s(\d+(?:\.\d+){1,2})\s", f"{module} ") or re.fullmatch(
+        r"(\d+(?:\.\d+){1,2})", system("/sys/module/nvidia/version")
+    )
+    # As in app/terminal/src/provenance.rs: virtual machines of one image share machine ID and name.
     machine, name = system("/etc/machine-id", "/var/lib/dbus/machine-id"), system("/proc/sys/kernel/hostname")
     if machine or name:
-        told["host_hash"] = hashlib.sha256(f"{machine}\n{name}".encode()).hexdigest()[:16]
-    module = system("/proc/driver/nvidia/version").partition("\n")[0]
-    if release := re.search(r"\s(\d+(?:\.\d+){1,2})\s", f"{module} ") or re.fullmatch(
-        r"(\d+(?:\.\d+){1,2})", system("/sys/module/nvidia/version")
-    ):
+        model = re.search(r"^model name\s*:[ \t]*(.*)$", system("/proc/cpuinfo"), re.MULTILINE)
+        listed = (system(path) for path in Path("/proc/driver/nvidia/gpus").glob("*/information"))
+        uuids = (re.search(r"^GPU UUID:\s*(\S+)", text, re.MULTILINE) for text in listed)
+        facts = [machine, name, model[1].strip() if model else "", release[1] if release else ""]
+        facts += sorted(uuid[1] for uuid in uuids if uuid)
+        told["host_hash"] = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
+    if release:
         told["driver_release"] = release[1]
     variables = {"id": "SLURM_JOB_ID", "array_id": "SLURM_ARRAY_JOB_ID", "array_task": "SLURM_ARRAY_TASK_ID"}
     job = {key: os.environ[name] for key, name in variables.items() if re.fullmatch(r"[\w.+-]{1,64}", os.environ.get(name, ""))}
