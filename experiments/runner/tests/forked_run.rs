@@ -132,8 +132,10 @@ fn forked_runs_share_the_imports_of_their_environment() {
 #[test]
 #[ignore = "needs python3; run with --ignored"]
 fn a_forked_run_that_fails_or_hangs_costs_no_other() {
-    let test_dir =
-        test_dir(&format!("fork = true\ntimeout_s = 10\n{}", arm("all", "", "program = [\"fails\", \"hangs\", \"a\"]")));
+    let test_dir = test_dir(&format!(
+        "fork = true\ntimeout_s = 10\n{}",
+        arm("all", "", "program = [\"fails\", \"hangs\", \"a\"]")
+    ));
     let outcome = run(&test_dir, &["--jobs", "3"]);
     assert_eq!(outcome.code, Some(1), "{outcome:?}");
     let error = |id: &str| file(&test_dir, id, "run.json")["error"].to_string();
