@@ -368,11 +368,12 @@ def within(runs: Runs, program: str, arm: str, limit: float) -> Within:
     base, times = ([run["device_ms"] for run in some if run.get("device_ms")] for some in (native, done))
     if not base or not times:
         raise AnalysisError(f"{program} under {arm} at {limit:g}: no steps, or none of native without a limit.")
-    unit, mean_unit = (statistics.median(map(of, base)) for of in (_settled_step, statistics.mean))
+    unit = statistics.median(map(_settled_step, base))
+    mean_unit = statistics.median(statistics.mean(steps) for steps in base)
     steps = [statistics.median(same) / unit for same in zip(*times, strict=False)]
     settled = statistics.median(map(_settled_step, times)) / unit
     count = next((at for at, one in enumerate(steps) if one <= settled * (1 + SETTLED)), len(steps))
-    mean = statistics.median(map(statistics.mean, times)) / mean_unit
+    mean = statistics.median(statistics.mean(steps_ms) for steps_ms in times) / mean_unit
     return Within(len(steps), len(times), steps[:count], settled, mean)
 
 
