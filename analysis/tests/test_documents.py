@@ -355,7 +355,7 @@ def test_the_table_of_epochs_has_middle_halves_where_the_record_has_them(
     del rows[0]["middle_half"]
     (tmp_path / "2026-01-01-gpu/cuda.json").write_text(json.dumps(rows))
     assert "middle halves" in columns
-    for words in (" ms (100 to 300) |", " ms (1 to 5), `", "(100 ns to 2 µs) |"):
+    for words in (" ms (100–300) |", " ms (1–5), `", "(100 ns–2 µs) |"):
         assert table.count(words) == len([row for row in rows if "--" not in row["arm"]]), (words, table)
     # One row without them, and the columns are not all medians.
     assert "of the last run" in training.compare()["columns"]

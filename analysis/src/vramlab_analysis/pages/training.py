@@ -80,7 +80,7 @@ def comparison() -> list[dict[str, Any]]:
 def _half(row: dict[str, Any], name: str, words: Callable[[float], str]) -> str:
     """The middle half of a number of a row in brackets; empty where the record has none, or it is one value."""
     low, high = map(words, row.get("middle_half", {}).get(name, (0.0, 0.0)))
-    return "" if low == high else f" ({low} to {high})"
+    return "" if low == high else f" ({low}–{high})"
 
 
 @table("epochs")
