@@ -119,6 +119,14 @@ vramlab_device::named! {
         Streams "several_streams",
         /// Refused calls that would have given other processes more than the program's own memory.
         Refused "refused_exports",
+        /// Bytes of pinned host memory that its allocator has reserved.
+        HostReserved "host_reserved_bytes",
+        /// Most bytes that it had reserved.
+        HostReservedPeak "host_reserved_peak_bytes",
+        /// Calls of the driver that it made.
+        HostDriverCalls "host_driver_calls",
+        /// Nanoseconds in them.
+        HostDriverNs "host_driver_ns",
     }
 }
 
