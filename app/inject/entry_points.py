@@ -23,6 +23,7 @@ WRITTEN = """
     cuMemAllocAsync cuMemAllocAsync_ptsz cuMemAllocFromPoolAsync cuMemAllocFromPoolAsync_ptsz
     cuMemFreeAsync cuMemFreeAsync_ptsz
     cuMemHostAlloc cuMemAllocHost_v2 cuMemFreeHost cuMemHostRegister_v2 cuMemHostUnregister
+    cuMemHostGetDevicePointer_v2 cuMemHostGetFlags
     cuMemCreate cuMemRelease cuMemMap cuMemUnmap cuArrayCreate_v2 cuArray3DCreate_v2 cuArrayDestroy
     cuMipmappedArrayCreate cuMipmappedArrayDestroy cuGraphAddMemAllocNode cuGraphAddMemFreeNode
     cuMemAddressReserve cuMemAddressFree cuMemPoolCreate cuMemPoolDestroy cuMemPoolTrimTo
@@ -34,6 +35,7 @@ WRITTEN = """
     cuStreamBeginCaptureToGraph cuStreamBeginCaptureToGraph_ptsz cuStreamEndCapture cuStreamEndCapture_ptsz
     cuLaunchCooperativeKernelMultiDevice cuModuleUnload cuLibraryUnload cuModuleGetFunction cuLibraryGetKernel cuKernelGetFunction
     cuDevicePrimaryCtxReset cuDevicePrimaryCtxReset_v2 cuDevicePrimaryCtxRelease cuDevicePrimaryCtxRelease_v2
+    cuDevicePrimaryCtxRetain cuCtxCreate_v2 cuCtxCreate_v3 cuCtxCreate_v4 cuCtxDestroy cuCtxDestroy_v2
 """
 OWN = set(WRITTEN.split())
 # They launch a kernel, which is their first argument, or the second of those whose stream is in a structure.

@@ -3,11 +3,13 @@
 //! Each passes a call that was made in here to the driver, and so does each when its arguments are ones that the driver refuses: then
 //! the code is the driver's.
 
+mod host;
 mod memory;
 mod other;
 mod queries;
 mod state;
 
+pub(crate) use host::*;
 pub(crate) use memory::*;
 pub(crate) use other::*;
 pub(crate) use queries::*;
@@ -71,7 +73,9 @@ fn recorded(about: About, served: Served, addr: u64, start_ns: u64, blocked: Blo
 fn pass_timed(about: About, mut pass: impl FnMut() -> i32, addr: impl FnOnce() -> u64) -> i32 {
     let start = record::start();
     let mut code = pass();
-    if code == serve::OUT_OF_MEMORY && serve::trim_all() {
+    let trim =
+        if matches!(about.call, Call::HostAlloc | Call::HostRegister) { crate::host::trim } else { serve::trim_all };
+    if code == serve::OUT_OF_MEMORY && trim() {
         code = pass();
     }
     if record::is_on() {

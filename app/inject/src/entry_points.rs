@@ -29,11 +29,11 @@ entry_points! {
     26 cuCoredumpSetAttributeGlobal [plain];
     27 cuCtxAttach [plain];
     28 cuCtxCreate [plain];
-    29 cuCtxCreate_v2 [plain];
-    30 cuCtxCreate_v3 [plain];
-    31 cuCtxCreate_v4 [plain];
-    32 cuCtxDestroy [plain];
-    33 cuCtxDestroy_v2 [plain];
+    29 cuCtxCreate_v2 [own];
+    30 cuCtxCreate_v3 [own];
+    31 cuCtxCreate_v4 [own];
+    32 cuCtxDestroy [own];
+    33 cuCtxDestroy_v2 [own];
     34 cuCtxDetach [plain];
     35 cuCtxDisablePeerAccess [plain];
     36 cuCtxEnablePeerAccess [plain];
@@ -100,7 +100,7 @@ entry_points! {
     97 cuDevicePrimaryCtxRelease_v2 [own];
     98 cuDevicePrimaryCtxReset [own];
     99 cuDevicePrimaryCtxReset_v2 [own];
-    100 cuDevicePrimaryCtxRetain [plain];
+    100 cuDevicePrimaryCtxRetain [own];
     101 cuDevicePrimaryCtxSetFlags [plain];
     102 cuDevicePrimaryCtxSetFlags_v2 [plain];
     103 cuDeviceRegisterAsyncNotification [plain];
@@ -398,8 +398,8 @@ entry_points! {
     395 cuMemGetMemPool [plain];
     396 cuMemHostAlloc [own];
     397 cuMemHostGetDevicePointer [plain];
-    398 cuMemHostGetDevicePointer_v2 [plain];
-    399 cuMemHostGetFlags [plain];
+    398 cuMemHostGetDevicePointer_v2 [own];
+    399 cuMemHostGetFlags [own];
     400 cuMemHostRegister [plain];
     401 cuMemHostRegister_v2 [own];
     402 cuMemHostUnregister [own];

@@ -14,6 +14,7 @@
 mod entries;
 mod forward;
 mod guard;
+mod host;
 mod pool;
 mod real;
 mod record;

@@ -1,4 +1,4 @@
-//! Managed and pinned memory that the program freed, kept for its next request of the same size and flags (`--pool managed,pinned`).
+//! Managed memory that the program freed, kept for its next request of the same size and flags (`--pool managed`).
 //!
 //! The driver serves such memory slowly, and an allocator of device memory cannot serve it. Whole allocations are kept, so that queries
 //! and exports answer as for the driver's own. Memory is given out again when all work that was queued before its free has
@@ -12,17 +12,9 @@ use crate::streams;
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// A kind of memory that can be kept.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Kind {
-    Managed,
-    Pinned,
-}
-
 /// The properties that memory and a request must share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Key {
-    kind: Kind,
     context: u64,
     bytes: u64,
     flags: u32,
@@ -48,22 +40,18 @@ fn lock() -> MutexGuard<'static, Option<Kept>> {
     KEPT.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Whether memory of a kind is kept.
-fn is_on(kind: Kind) -> bool {
+/// Whether memory is kept.
+pub(crate) fn is_on() -> bool {
     let settings = settings::get();
-    settings.free != Free::Driver
-        && match kind {
-            Kind::Managed => settings.pool_managed,
-            Kind::Pinned => settings.pool_pinned,
-        }
+    settings.free != Free::Driver && settings.pool_managed
 }
 
 /// Kept memory for a request, or `None`: the driver serves, and [`made`] is to be called.
-pub(crate) fn take(kind: Kind, bytes: u64, flags: u32) -> Option<u64> {
-    if !is_on(kind) || bytes == 0 || streams::is_capturing() {
+pub(crate) fn take(bytes: u64, flags: u32) -> Option<u64> {
+    if !is_on() || bytes == 0 || streams::is_capturing() {
         return None;
     }
-    let key = Key { kind, context: serve::context(), bytes, flags };
+    let key = Key { context: serve::context(), bytes, flags };
     let mut kept = lock();
     let kept = kept.as_mut()?;
     kept.collect(key.context, false);
@@ -79,23 +67,24 @@ pub(crate) fn take(kind: Kind, bytes: u64, flags: u32) -> Option<u64> {
 }
 
 /// Notes memory that the driver made for the program.
-pub(crate) fn made(kind: Kind, bytes: u64, flags: u32, addr: u64) {
+pub(crate) fn made(bytes: u64, flags: u32, addr: u64) {
     let context = serve::context();
-    if is_on(kind) && context != 0 {
-        lock().get_or_insert_default().hold(addr, Key { kind, context, bytes, flags });
+    if is_on() && context != 0 {
+        streams::context_known(context, serve::device(), false);
+        lock().get_or_insert_default().hold(addr, Key { context, bytes, flags });
     }
 }
 
 /// Keeps memory that the program frees: its bytes, and what `before` returned, which is called before another request can have it. `None`:
-/// it is not of this kind, or there is enough, and the driver has to free it.
-pub(crate) fn keep<T>(kind: Kind, addr: u64, before: impl FnOnce() -> T) -> Option<(u64, T)> {
-    if !is_on(kind) {
+/// it is not such memory, or there is enough, and the driver has to free it.
+pub(crate) fn keep<T>(addr: u64, before: impl FnOnce() -> T) -> Option<(u64, T)> {
+    if !is_on() {
         return None;
     }
     let key = {
         let mut kept = lock();
         let kept = kept.as_mut()?;
-        let key = *kept.held.get(&addr).filter(|key| key.kind == kind)?;
+        let key = *kept.held.get(&addr)?;
         kept.held.remove(&addr);
         kept.held_bytes -= key.bytes;
         if kept.kept_bytes + key.bytes > kept.peak_bytes || key.context != serve::context() {
@@ -116,7 +105,7 @@ pub(crate) fn keep<T>(kind: Kind, addr: u64, before: impl FnOnce() -> T) -> Opti
         kept.ready.entry(key).or_default().push(addr);
     } else {
         *kept.waiting.entry(key).or_default() += 1;
-        kept.pending.entry(key.context).or_default().add((key, addr));
+        kept.pending.entry(key.context).or_insert_with(Pending::everywhere).add((key, addr));
         kept.collect(key.context, false);
     }
     Some((key.bytes, placed))
@@ -138,6 +127,7 @@ pub(crate) fn context_gone(context: u64) {
         kept.held.retain(|_, key| key.context != context);
         kept.ready.retain(|key, _| key.context != context);
         kept.pending.remove(&context);
+        kept.pending.values_mut().for_each(|pending| pending.forget(context));
         kept.waiting.retain(|key, _| key.context != context);
         kept.held_bytes = kept.held.values().map(|key| key.bytes).sum();
     }
@@ -154,10 +144,7 @@ pub(crate) fn trim() -> bool {
     for key in keys {
         for addr in kept.ready.remove(&key).unwrap_or_default() {
             kept.kept_bytes -= key.bytes;
-            any |= match key.kind {
-                Kind::Managed => real!(cuMemFree_v2(addr => u64)),
-                Kind::Pinned => real!(cuMemFreeHost(addr => u64)),
-            } == SUCCESS;
+            any |= real!(cuMemFree_v2(addr => u64)) == SUCCESS;
         }
     }
     any

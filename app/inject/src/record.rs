@@ -306,16 +306,34 @@ pub(crate) fn count(counter: Counter, by: u64) {
 
 /// Counts memory that the allocator took from the driver, or gave back.
 pub(crate) fn reserve(more: u64, less: u64) {
+    reserve_in(Counter::Reserved, Counter::ReservedPeak, more, less);
+}
+
+/// Counts pinned memory that its allocator took from the driver, or gave back.
+pub(crate) fn host_reserve(more: u64, less: u64) {
+    reserve_in(Counter::HostReserved, Counter::HostReservedPeak, more, less);
+}
+
+fn reserve_in(now: Counter, peak: Counter, more: u64, less: u64) {
     let Some(map) = map() else { return };
     // CAST: discriminants.
-    let (now, peak) = (Counter::Reserved as usize, Counter::ReservedPeak as usize);
+    let (now, peak) = (now as usize, peak as usize);
     let before = map.word(COUNTERS + now).fetch_add(more.wrapping_sub(less), Relaxed);
     map.word(COUNTERS + peak).fetch_max(before.wrapping_add(more).wrapping_sub(less), Relaxed);
 }
 
 /// Counts a call of the driver that an allocator made for memory.
 pub(crate) fn driver_call(start_ns: u64) {
+    driver_call_in(Counter::DriverCalls, Counter::DriverNs, start_ns);
+}
+
+/// Counts a call of the driver that the allocator of pinned memory made.
+pub(crate) fn host_driver_call(start_ns: u64) {
+    driver_call_in(Counter::HostDriverCalls, Counter::HostDriverNs, start_ns);
+}
+
+fn driver_call_in(calls: Counter, ns: Counter, start_ns: u64) {
     let took = if is_on() { now().saturating_sub(start_ns) } else { 0 };
-    count(Counter::DriverCalls, 1);
-    count(Counter::DriverNs, took);
+    count(calls, 1);
+    count(ns, took);
 }

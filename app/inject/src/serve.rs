@@ -7,9 +7,10 @@ mod held;
 mod pending;
 mod segments;
 
-pub(crate) use held::{Held, holder, owns, range_of, take};
+pub(crate) use held::{Held, Range, holder, owns, range_of, take};
 
 use crate::entries::Blocked;
+use crate::host;
 use crate::real::real;
 use crate::settings::{self, Free};
 use crate::streams;
@@ -31,7 +32,7 @@ pub(crate) const INVALID_VALUE: i32 = 1;
 pub(crate) const OUT_OF_MEMORY: i32 = 2;
 
 /// Memory is a multiple of this address: what `cuMemAlloc` returns in fact, and what textures need.
-const ALIGN: u64 = 512;
+pub(crate) const ALIGN: u64 = 512;
 
 /// An allocator on a context. Never dropped: the driver may be gone before this library is.
 #[derive(Debug)]
@@ -61,7 +62,7 @@ thread_local! {
     static LAST: Cell<(u64, u64, Option<&'static Served>)> = const { Cell::new((0, 0, None)) };
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -70,6 +71,20 @@ pub(crate) fn context() -> u64 {
     let mut context = 0_u64;
     let code = real!(cuCtxGetCurrent(&raw mut context => *mut u64));
     if code == SUCCESS { context } else { 0 }
+}
+
+/// Makes calls with a context current; `None` where that cannot be.
+pub(crate) fn within<T>(wanted: u64, calls: impl FnOnce() -> T) -> Option<T> {
+    let pushed = context() != wanted;
+    if pushed && real!(cuCtxPushCurrent_v2(wanted => u64)) != SUCCESS {
+        return None;
+    }
+    let out = calls();
+    if pushed {
+        let mut popped = 0_u64;
+        real!(cuCtxPopCurrent_v2(&raw mut popped => *mut u64));
+    }
+    Some(out)
 }
 
 /// The device of the current context.
@@ -83,7 +98,7 @@ pub(crate) fn device() -> i32 {
 pub(crate) fn current() -> Option<&'static Served> {
     settings::get().alloc.as_ref()?;
     let context = context();
-    if context == 0 || BROKEN.load(Acquire) {
+    if context == 0 || is_broken() {
         return None;
     }
     let epoch = EPOCH.load(Acquire);
@@ -109,8 +124,13 @@ pub(crate) fn current() -> Option<&'static Served> {
 /// Whether the allocator had a fault, so that the driver serves from then on. What it has served can be freed.
 static BROKEN: AtomicBool = AtomicBool::new(false);
 
+/// Whether the driver serves from now on.
+pub(crate) fn is_broken() -> bool {
+    BROKEN.load(Acquire)
+}
+
 /// Makes a call of an allocator. `None` after a panic, which is said once.
-fn whole<T>(call: impl FnOnce() -> T) -> Option<T> {
+pub(crate) fn whole<T>(call: impl FnOnce() -> T) -> Option<T> {
     static QUIET: Once = Once::new();
     // Only this library's panics come here, not the program's.
     QUIET.call_once(|| std::panic::set_hook(Box::new(|_| ())));
@@ -198,12 +218,30 @@ fn is_served_by_shim() -> bool {
     found
 }
 
-fn code_of(error: &AllocError) -> i32 {
+pub(crate) fn code_of(error: &AllocError) -> i32 {
     match error {
         _ if error.is_out_of_memory() => OUT_OF_MEMORY,
         AllocError::Driver(error) => i32::try_from(error.code).unwrap_or(OUT_OF_MEMORY),
         _ => OUT_OF_MEMORY,
     }
+}
+
+/// A block, and the first address in it that is aligned.
+pub(crate) fn aligned(
+    allocator: &dyn DeviceAllocator,
+    bytes: u64,
+    stream: StreamId,
+) -> Result<(vramlab_policies::Block, u64), AllocError> {
+    let block = allocator.allocate(Request::new(bytes), stream)?;
+    if block.addr().get().is_multiple_of(ALIGN) {
+        let addr = block.addr().get();
+        return Ok((block, addr));
+    }
+    // SAFETY: it was never used.
+    unsafe { allocator.deallocate(block, stream)? };
+    let block = allocator.allocate(Request::new(bytes.saturating_add(ALIGN)), stream)?;
+    let addr = block.addr().get().next_multiple_of(ALIGN);
+    Ok((block, addr))
 }
 
 impl Served {
@@ -246,10 +284,10 @@ impl Served {
             self.collect(false);
         }
         let stream = self.stream(handle)?;
-        let first = match self.request(bytes, stream) {
+        let first = match aligned(&*self.allocator, bytes, stream) {
             Err(error) if error.is_out_of_memory() => {
                 self.collect(true);
-                self.request(bytes, stream)
+                aligned(&*self.allocator, bytes, stream)
             }
             other => other,
         };
@@ -260,20 +298,6 @@ impl Served {
         self.live.fetch_add(block.bytes(), Relaxed);
         held::insert(addr, Held::new(block, self, stream, handle, bytes));
         Ok(addr)
-    }
-
-    /// A block, and the first address in it that is aligned.
-    fn request(&self, bytes: u64, stream: StreamId) -> Result<(vramlab_policies::Block, u64), AllocError> {
-        let block = self.allocator.allocate(Request::new(bytes), stream)?;
-        if block.addr().get().is_multiple_of(ALIGN) {
-            let addr = block.addr().get();
-            return Ok((block, addr));
-        }
-        // SAFETY: it was never used.
-        unsafe { self.allocator.deallocate(block, stream)? };
-        let block = self.allocator.allocate(Request::new(bytes.saturating_add(ALIGN)), stream)?;
-        let addr = block.addr().get().next_multiple_of(ALIGN);
-        Ok((block, addr))
     }
 
     /// Takes memory back that any stream may have used. Returns how long it waited.
@@ -314,7 +338,7 @@ impl Served {
         self.waiting.fetch_add(1, AcqRel);
         let sealed = match streams::is_capturing() {
             true => Err(item),
-            false => self.inside(|| lock(&self.pending).add_on(item, handle)),
+            false => self.inside(|| lock(&self.pending).add_on(item, self.context, handle)),
         };
         if let Err(item) = sealed {
             lock(&self.pending).add(item);
@@ -383,20 +407,36 @@ pub(crate) fn trim_all() -> bool {
 
 /// Forgets a stream that is about to be destroyed. Its work has to be over, since it gets no event any more.
 pub(crate) fn stream_gone(handle: u64) {
-    if settings::get().alloc.is_some() && streams::is_non_blocking(handle) && !streams::is_capturing() {
+    let reuses = settings::get().alloc.is_some() || host::is_on() || crate::pool::is_on();
+    if reuses && streams::is_non_blocking(handle) && !streams::is_capturing() {
         real!(cuStreamSynchronize(handle => u64));
     }
     all().into_iter().for_each(|served| served.stream_gone(handle));
 }
 
+/// Forgets the kept and the pinned memory of a context that is gone.
+fn context_gone(context: u64) {
+    crate::pool::context_gone(context);
+    host::context_gone(context);
+    streams::context_gone(context);
+}
+
+/// Forgets a context that the program has destroyed.
+pub(crate) fn context_destroyed(context: u64) {
+    context_gone(context);
+    // A context under the same handle may be a primary one.
+    lock(&CONTEXTS).retain(|(known, served)| *known != context || served.is_some());
+    EPOCH.fetch_add(1, Release);
+}
+
 /// Forgets the allocator of a device whose primary context is gone, and with it all memory of it.
 pub(crate) fn device_gone(device: i32) {
+    streams::primary_of(device).into_iter().for_each(context_gone);
     let mut contexts = lock(&CONTEXTS);
     contexts.retain(|(context, served)| match served {
         Some(served) if served.device == device => {
             held::context_gone(*context);
-            crate::pool::context_gone(*context);
-            streams::context_gone(*context);
+            context_gone(*context);
             false
         }
         // It may have been left to the driver because it was not yet the primary one.
@@ -407,7 +447,7 @@ pub(crate) fn device_gone(device: i32) {
 }
 
 /// A number that no other allocation of the process has had (`CU_POINTER_ATTRIBUTE_BUFFER_ID`). The driver's own are small.
-fn next_buffer_id() -> u64 {
+pub(crate) fn next_buffer_id() -> u64 {
     static NEXT: AtomicU64 = AtomicU64::new(1 << 48);
     NEXT.fetch_add(1, Relaxed)
 }

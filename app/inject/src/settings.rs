@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::sync::OnceLock;
 use vramlab_policies::Selection;
+use vramlab_policies::backends::{SelectionError, parse_host_list};
 
 /// How memory is freed that is usable on every stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,9 +24,10 @@ pub(crate) struct Settings {
     /// The allocator that serves (`VRAMLAB_INJECT_ALLOC`).
     pub(crate) alloc: Option<Selection>,
     pub(crate) free: Free,
-    /// Keep managed and pinned memory for the next request (`VRAMLAB_INJECT_POOL`).
+    /// The allocator that serves pinned host memory (`VRAMLAB_INJECT_HOST`).
+    pub(crate) host: Option<Selection>,
+    /// Keep managed memory for the next request (`VRAMLAB_INJECT_POOL`).
     pub(crate) pool_managed: bool,
-    pub(crate) pool_pinned: bool,
     /// Fill new memory with bytes that are NaN as floats (`VRAMLAB_INJECT_POISON`).
     pub(crate) poison: bool,
     /// Where calls are recorded (`VRAMLAB_INJECT_RECORD`).
@@ -47,27 +49,39 @@ pub(crate) fn get() -> &'static Settings {
             "waits" => Free::Waits,
             _ => Free::Ordered,
         };
-        let alloc = match word("VRAMLAB_INJECT_ALLOC") {
-            none if none.is_empty() => None,
-            name => match name.parse() {
-                Ok(selection) => Some(selection),
-                Err(error) => {
-                    say(&format!("{name}: {error}; memory stays the driver's"));
-                    None
-                }
-            },
+        let pooled = |kind: &str| word("VRAMLAB_INJECT_POOL").split(',').any(|pooled| pooled == kind);
+        let alloc = read("memory", &word("VRAMLAB_INJECT_ALLOC"), |name| name.parse().map(Some));
+        let host = match word("VRAMLAB_INJECT_HOST") {
+            none if none.is_empty() && pooled("pinned") => "host-exact".to_owned(),
+            name => name,
         };
+        let host = read("pinned memory", &host, |name| Ok(parse_host_list(name)?.pop()));
         Settings {
             driver: path("VRAMLAB_CUDA"),
             alloc: alloc.filter(|_| free != Free::Driver),
+            host: host.filter(|_| free != Free::Driver),
             free,
-            pool_managed: word("VRAMLAB_INJECT_POOL").split(',').any(|kind| kind == "managed"),
-            pool_pinned: word("VRAMLAB_INJECT_POOL").split(',').any(|kind| kind == "pinned"),
+            pool_managed: pooled("managed"),
             poison: word("VRAMLAB_INJECT_POISON") == "1",
             record: path("VRAMLAB_INJECT_RECORD"),
             stacks: word("VRAMLAB_INJECT_STACKS") == "1",
             torch: word("VRAMLAB_INJECT_TORCH") == "1",
         }
+    })
+}
+
+/// Reads which allocator serves; `None` where none is named, or the text is wrong, which is said.
+fn read(
+    what: &str,
+    text: &str,
+    parse: impl FnOnce(&str) -> Result<Option<Selection>, SelectionError>,
+) -> Option<Selection> {
+    if text.is_empty() {
+        return None;
+    }
+    parse(text).unwrap_or_else(|error| {
+        say(&format!("{text}: {error}; {what} stays the driver's"));
+        None
     })
 }
 

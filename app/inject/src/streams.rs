@@ -53,6 +53,17 @@ struct Made {
     non_blocking: bool,
     has_work: bool,
 }
+/// A context that may have work.
+#[derive(Clone, Copy, Debug)]
+struct Known {
+    context: u64,
+    device: i32,
+    /// Whether the program made it by `cuCtxCreate`.
+    own: bool,
+}
+
+static CONTEXTS: Mutex<Vec<Known>> = Mutex::new(Vec::new());
+
 /// Streams that are captured, as the program named them, with the thread for per-thread streams.
 static CAPTURED: Mutex<Vec<(u64, u64)>> = Mutex::new(Vec::new());
 static CAPTURES: AtomicUsize = AtomicUsize::new(0);
@@ -135,8 +146,29 @@ pub(crate) fn begin_work_everywhere() {
     LEGACY_WORK.store(1, Release);
 }
 
+/// Notes a context. `own`: the program made it by `cuCtxCreate`.
+pub(crate) fn context_known(context: u64, device: i32, own: bool) {
+    let mut known = lock(&CONTEXTS);
+    if context != 0 && known.iter().all(|one| one.context != context) {
+        known.push(Known { context, device, own });
+    }
+}
+
+/// The contexts that may have work, and `current`.
+pub(crate) fn contexts(current: u64) -> Vec<u64> {
+    let known = lock(&CONTEXTS);
+    let others = known.iter().map(|one| one.context).filter(|context| *context != current);
+    std::iter::once(current).chain(others).collect()
+}
+
+/// The primary context of a device, if it is known.
+pub(crate) fn primary_of(device: i32) -> Vec<u64> {
+    lock(&CONTEXTS).iter().filter(|one| one.device == device && !one.own).map(|one| one.context).collect()
+}
+
 /// Notes a stream that was made.
 pub(crate) fn made(context: u64, stream: u64, non_blocking: bool) {
+    context_known(context, serve::device(), false);
     lock(&MADE).push(Made { context, stream, non_blocking, has_work: false });
 }
 
@@ -159,6 +191,7 @@ pub(crate) fn gone(stream: u64) {
 
 /// Forgets the streams of a context.
 pub(crate) fn context_gone(context: u64) {
+    lock(&CONTEXTS).retain(|one| one.context != context);
     lock(&MADE).retain(|one| one.context != context);
     WORKED.iter().for_each(|stream| stream.store(0, Release));
 }

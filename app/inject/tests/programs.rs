@@ -263,3 +263,113 @@ fn managed_and_pinned_memory_is_kept_on_request() {
     let one = equal(command.env("VRAMLAB_INJECT_POOL", "pinned"));
     assert_eq!(driver_calls(&one, "managed"), 100, "{one}");
 }
+
+/// Every allocator of pinned memory.
+const HOSTS: [&str; 4] = ["host-exact", "host-pytorch", "host-cupy", "host-rmm-pool:initial_pool_size=1M"];
+
+impl Built {
+    /// A program whose pinned memory an allocator serves, and nothing else of it.
+    pub(crate) fn pinned(&self, way: &str, test: &str, host: &str, record: &Path) -> Command {
+        let mut command = self.with(way, test, None, record);
+        command.env("VRAMLAB_INJECT_HOST", host).env_remove("PLAIN").env("DRIVER_HOST", "256");
+        command
+    }
+}
+
+#[test]
+#[ignore = "needs a C compiler"]
+fn pinned_memory_is_served_with_equal_results() {
+    let (built, folder) = (Built::get(), tempfile::tempdir().unwrap());
+    let tests = ["pinned", "pinned-state", "pinned-exit", "kinds", "errors", "fork"];
+    for host in HOSTS {
+        for test in tests {
+            for free in ["ordered", "waits"] {
+                let mut command = built.pinned("address2", test, host, folder.path());
+                // Other memory is the driver's.
+                command.env("VRAMLAB_INJECT_FREE", free).env("DRIVER_WORK", "3").env("PLAIN", "1");
+                if test == "pinned" {
+                    command.env_remove("PLAIN");
+                }
+                equal(&mut command);
+            }
+        }
+    }
+    for way in WAYS.into_iter().filter(|way| *way != "unversioned") {
+        equal(&mut built.plain(way, "pinned"));
+        let served = equal(&mut built.pinned(way, "pinned", "host-exact", folder.path()));
+        // One segment for each of eight flags; three requests are wrong, and the driver's.
+        let plain = equal(&mut built.plain(way, "pinned"));
+        let (served, plain) = (driver_calls(&served, "pinned"), driver_calls(&plain, "pinned"));
+        assert_eq!((served, plain), (8 + 3, 26 + 3), "{way}");
+    }
+}
+
+#[test]
+#[ignore = "needs a C compiler"]
+fn a_driver_before_stream_ordered_memory_serves_segments_of_pinned_memory() {
+    let (built, folder) = (Built::get(), tempfile::tempdir().unwrap());
+    let mut command = built.pinned("dlsym", "pinned", "host-exact", folder.path());
+    command.env("OLD_DRIVER", "1").env("VRAMLAB_CUDA", built.path("old/libcuda.so.1"));
+    let served = equal(command.env("LD_LIBRARY_PATH", built.path("old")));
+    assert_eq!(driver_calls(&served, "pinned"), 8 + 3, "{served}");
+}
+
+#[test]
+#[ignore = "needs a C compiler"]
+fn a_pinned_block_waits_for_its_copies() {
+    let (built, folder) = (Built::get(), tempfile::tempdir().unwrap());
+    for host in HOSTS {
+        for work in ["1", "40", "1000"] {
+            for (alloc, free) in [(None, "ordered"), (Some("caching"), "ordered"), (None, "waits")] {
+                let mut command = built.pinned("dlsym", "slow", host, folder.path());
+                if let Some(alloc) = alloc {
+                    command.env("VRAMLAB_INJECT_ALLOC", alloc);
+                }
+                command.env("VRAMLAB_INJECT_FREE", free).env("DRIVER_WORK", work);
+                let served = equal(&mut command);
+                assert!(driver_calls(&served, "pinned") < 67, "{host}: {served}");
+                // The other device's context gets events, too.
+                let waits = free == "waits";
+                assert_eq!(driver_calls(&served, "elsewhere") == 0, waits, "{host}: {served}");
+            }
+        }
+    }
+    let exact = built.pinned("dlsym", "slow", "host-exact", folder.path()).env("DRIVER_WORK", "40").output().unwrap();
+    // Segments of two sizes, and one for each of the two flags that the last blocks have.
+    assert!(driver_calls(&printed(&exact), "pinned") <= 4, "{}", printed(&exact));
+}
+
+#[test]
+#[ignore = "needs a C compiler"]
+fn cached_pinned_memory_goes_back_before_a_request_is_refused() {
+    let (built, folder) = (Built::get(), tempfile::tempdir().unwrap());
+    equal(built.plain("dlsym", "pinned-memory").env("DRIVER_HOST", "256"));
+    // The others round 150 MiB up to what does not fit.
+    equal(&mut built.pinned("dlsym", "pinned-memory", "host-exact", folder.path()));
+    let mut command = built.pinned("dlsym", "pinned-memory", "host-exact:memory_limit=100M", folder.path());
+    let limited = command.output().unwrap();
+    assert!(!limited.status.success(), "a request above the limit is refused: {}", printed(&limited));
+}
+
+#[test]
+#[ignore = "needs a C compiler"]
+fn sixteen_threads_pin_memory() {
+    let (built, folder) = (Built::get(), tempfile::tempdir().unwrap());
+    for host in HOSTS {
+        for free in ["ordered", "waits"] {
+            let mut command = built.pinned("address2", "pinned-threads", host, folder.path());
+            equal(command.env("ROUNDS", "400").env("DRIVER_WORK", "2").env("VRAMLAB_INJECT_FREE", free));
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a C compiler"]
+fn an_unknown_allocator_of_pinned_memory_is_said_and_the_program_runs() {
+    let (built, folder) = (Built::get(), tempfile::tempdir().unwrap());
+    for (name, why) in [("host-exacd", "no allocator is called 'host-exacd'"), ("host-exact:keep=1", "keep")] {
+        let text = equal(built.pinned("dlsym", "kinds", name, folder.path()).env("PLAIN", "1"));
+        assert!(text.contains(why) && text.contains("pinned memory stays the driver's"), "{text}");
+        assert_eq!(driver_calls(&text, "pinned"), 100, "{text}");
+    }
+}

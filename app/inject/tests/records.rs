@@ -28,6 +28,29 @@ fn count(calls: &Calls, call: Call) -> usize {
 
 #[test]
 #[ignore = "needs a C compiler"]
+fn pinned_memory_is_recorded_with_who_served_it() {
+    let folder = tempfile::tempdir().unwrap();
+    equal(&mut Built::get().pinned("address2", "pinned", "host-exact", folder.path()));
+    let all = records(folder.path());
+    let [calls] = &all[..] else { panic!("{} records", all.len()) };
+    let of = |call, served, ok: bool| {
+        let same = |record: &&_| {
+            let record: &vramlab_histories::calls::CallRecord = record;
+            (record.call, record.served, record.code == 0) == (call, served, ok)
+        };
+        calls.records.iter().filter(same).count()
+    };
+    use Served::{Allocator, Driver};
+    // Three requests that the driver refused, with one that has nowhere to write.
+    assert_eq!((of(Call::HostAlloc, Allocator, true), of(Call::HostAlloc, Driver, false)), (29, 4));
+    assert_eq!((of(Call::HostFree, Allocator, true), of(Call::HostFree, Driver, false)), (29, 4));
+    // A shared segment of 2 MiB for each of nine kinds of memory.
+    assert_eq!((calls.counter(Counter::HostReservedPeak), calls.counter(Counter::HostDriverCalls)), (9 << 21, 9));
+    assert_eq!((calls.counter(Counter::Reserved), calls.counter(Counter::DriverCalls)), (0, 0));
+}
+
+#[test]
+#[ignore = "needs a C compiler"]
 fn each_call_is_recorded_in_the_order_of_its_effect() {
     let folder = tempfile::tempdir().unwrap();
     equal(Built::get().with("address2", "threads", Some("caching"), folder.path()).env("ROUNDS", "500"));

@@ -2,7 +2,7 @@
 
 use super::{About, Blocked, pass_timed, recorded};
 use crate::guard::call;
-use crate::pool::{self, Kind};
+use crate::pool;
 use crate::real::real;
 use crate::record::Place;
 use crate::serve::{self, INVALID_VALUE, SUCCESS};
@@ -117,7 +117,7 @@ pub(crate) unsafe extern "C" fn cuMemAllocManaged(out: *mut u64, bytes: usize, f
         let about = About::new(Call::Managed, bytes as u64);
         if !out.is_null() {
             let start = record::start();
-            if let Some(addr) = pool::take(Kind::Managed, bytes as u64, flags) {
+            if let Some(addr) = pool::take(bytes as u64, flags) {
                 // SAFETY: not null, and the caller says that it may be written.
                 unsafe { *out = addr };
                 fill(record::place(), about, addr, start);
@@ -132,7 +132,7 @@ pub(crate) unsafe extern "C" fn cuMemAllocManaged(out: *mut u64, bytes: usize, f
         });
         if code == SUCCESS && !out.is_null() {
             // SAFETY: the driver has written it.
-            pool::made(Kind::Managed, bytes as u64, flags, unsafe { *out });
+            pool::made(bytes as u64, flags, unsafe { *out });
         }
         code
     })
@@ -175,7 +175,7 @@ fn free(addr: u64) -> i32 {
         ));
         return INVALID_VALUE;
     }
-    if let Some((bytes, place)) = pool::keep(Kind::Managed, addr, record::place) {
+    if let Some((bytes, place)) = pool::keep(addr, record::place) {
         fill(place, About::new(Call::Free, bytes), addr, start);
         return SUCCESS;
     }

@@ -1,9 +1,8 @@
 //! Memory of other kinds: recorded, and passed to the driver.
 
-use super::memory::fill;
 use super::{About, Blocked, pass_timed, recorded};
 use crate::guard::call;
-use crate::pool::{self, Kind};
+use crate::pool;
 use crate::real::real;
 use crate::record;
 use crate::serve::SUCCESS;
@@ -12,7 +11,7 @@ use std::ffi::{CStr, c_char, c_void};
 use vramlab_histories::calls::{Call, Served};
 
 /// Records a call that gives something back.
-fn give_back(call: Call, addr: u64, bytes: u64, pass: impl FnOnce() -> i32) -> i32 {
+pub(super) fn give_back(call: Call, addr: u64, bytes: u64, pass: impl FnOnce() -> i32) -> i32 {
     if !record::is_on() {
         return pass();
     }
@@ -21,79 +20,6 @@ fn give_back(call: Call, addr: u64, bytes: u64, pass: impl FnOnce() -> i32) -> i
     let code = pass();
     place.fill(recorded(About::new(call, bytes), Served::Driver, addr, start, Blocked::default(), code));
     code
-}
-
-/// Pinned memory, kept or of the driver.
-///
-/// # Safety
-/// `out` is null or may be written.
-unsafe fn host(out: *mut *mut c_void, bytes: usize, flags: u32, pass: impl FnMut() -> i32) -> i32 {
-    let about = About::new(Call::HostAlloc, bytes as u64);
-    if !out.is_null() {
-        let start = record::start();
-        if let Some(addr) = pool::take(Kind::Pinned, bytes as u64, flags) {
-            // SAFETY: not null, and the caller says that it may be written. CAST: an address.
-            unsafe { *out = addr as *mut c_void };
-            fill(record::place(), about, addr, start);
-            return SUCCESS;
-        }
-    }
-    // SAFETY: the driver has written it. CAST: an address.
-    let addr = || unsafe { *out } as u64;
-    let code = pass_timed(about, pass, addr);
-    if code == SUCCESS && !out.is_null() {
-        pool::made(Kind::Pinned, bytes as u64, flags, addr());
-    }
-    code
-}
-
-/// # Safety
-/// As of the driver's function.
-#[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn cuMemHostAlloc(out: *mut *mut c_void, bytes: usize, flags: u32) -> i32 {
-    let pass = || real!(cuMemHostAlloc(out => *mut *mut c_void, bytes => usize, flags => u32));
-    // SAFETY: the caller's promise.
-    call(pass, || unsafe { host(out, bytes, flags, pass) })
-}
-
-/// # Safety
-/// As of the driver's function.
-#[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn cuMemAllocHost_v2(out: *mut *mut c_void, bytes: usize) -> i32 {
-    let pass = || real!(cuMemAllocHost_v2(out => *mut *mut c_void, bytes => usize));
-    // SAFETY: the caller's promise.
-    call(pass, || unsafe { host(out, bytes, 0, pass) })
-}
-
-#[unsafe(no_mangle)]
-pub(crate) extern "C" fn cuMemFreeHost(at: *mut c_void) -> i32 {
-    let pass = || real!(cuMemFreeHost(at => *mut c_void));
-    // CAST: an address.
-    let addr = at as u64;
-    call(pass, || {
-        let start = record::start();
-        match pool::keep(Kind::Pinned, addr, record::place) {
-            Some((bytes, place)) => {
-                fill(place, About::new(Call::HostFree, bytes), addr, start);
-                SUCCESS
-            }
-            None => give_back(Call::HostFree, addr, 0, pass),
-        }
-    })
-}
-
-#[unsafe(no_mangle)]
-pub(crate) extern "C" fn cuMemHostRegister_v2(at: *mut c_void, bytes: usize, flags: u32) -> i32 {
-    let pass = || real!(cuMemHostRegister_v2(at => *mut c_void, bytes => usize, flags => u32));
-    // CAST: an address.
-    call(pass, || pass_timed(About::new(Call::HostRegister, bytes as u64), pass, || at as u64))
-}
-
-#[unsafe(no_mangle)]
-pub(crate) extern "C" fn cuMemHostUnregister(at: *mut c_void) -> i32 {
-    let pass = || real!(cuMemHostUnregister(at => *mut c_void));
-    // CAST: an address.
-    call(pass, || give_back(Call::HostUnregister, at as u64, 0, pass))
 }
 
 /// # Safety

@@ -6,7 +6,7 @@
 use crate::guard::call;
 use crate::real::real;
 use crate::serve::{self, SUCCESS};
-use crate::{record, settings};
+use crate::{host, record, settings};
 use std::ffi::c_void;
 use vramlab_histories::calls::Counter;
 
@@ -26,7 +26,7 @@ pub(crate) unsafe extern "C" fn cuMemGetAddressRange_v2(base: *mut u64, bytes: *
     call(pass, || {
         let code = pass();
         if code == SUCCESS
-            && let Some(range) = serve::range_of(addr)
+            && let Some(range) = serve::range_of(addr).or_else(|| host::range_of(addr))
         {
             if !base.is_null() {
                 // SAFETY: the driver has written it.
@@ -46,7 +46,7 @@ pub(crate) unsafe extern "C" fn cuMemGetAddressRange_v2(base: *mut u64, bytes: *
 /// # Safety
 /// The driver has written `data` for this attribute.
 unsafe fn correct(data: *mut c_void, attribute: i32, addr: u64) {
-    let Some(range) = serve::range_of(addr) else { return };
+    let Some(range) = serve::range_of(addr).or_else(|| host::range_of(addr)) else { return };
     let value = match attribute {
         BUFFER_ID => range.buffer_id,
         RANGE_START_ADDR => range.base,
@@ -61,15 +61,18 @@ unsafe fn correct(data: *mut c_void, attribute: i32, addr: u64) {
 /// As of the driver's function.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn cuPointerGetAttribute(data: *mut c_void, attribute: i32, addr: u64) -> i32 {
-    let pass = || real!(cuPointerGetAttribute(data => *mut c_void, attribute => i32, addr => u64));
-    call(pass, || {
-        let code = pass();
-        if code == SUCCESS {
-            // SAFETY: the driver has written it.
-            unsafe { correct(data, attribute, addr) };
-        }
-        code
-    })
+    let ask = |addr: u64| real!(cuPointerGetAttribute(data => *mut c_void, attribute => i32, addr => u64));
+    call(
+        || ask(addr),
+        || {
+            let code = ask(host::as_the_driver_knows(addr));
+            if code == SUCCESS {
+                // SAFETY: the driver has written it.
+                unsafe { correct(data, attribute, addr) };
+            }
+            code
+        },
+    )
 }
 
 /// # Safety
@@ -81,22 +84,25 @@ pub(crate) unsafe extern "C" fn cuPointerGetAttributes(
     data: *mut *mut c_void,
     addr: u64,
 ) -> i32 {
-    let pass = || {
+    let ask = |addr: u64| {
         real!(cuPointerGetAttributes(
             count => u32, attributes => *const i32, data => *mut *mut c_void, addr => u64
         ))
     };
-    call(pass, || {
-        let code = pass();
-        if code == SUCCESS {
-            // CAST: a count of entries in memory.
-            for at in 0..count as usize {
-                // SAFETY: the driver has read as many attributes and written where the pointers lead.
-                unsafe { correct(*data.add(at), *attributes.add(at), addr) };
+    call(
+        || ask(addr),
+        || {
+            let code = ask(host::as_the_driver_knows(addr));
+            if code == SUCCESS {
+                // CAST: a count of entries in memory.
+                for at in 0..count as usize {
+                    // SAFETY: the driver has read as many attributes and written where the pointers lead.
+                    unsafe { correct(*data.add(at), *attributes.add(at), addr) };
+                }
             }
-        }
-        code
-    })
+            code
+        },
+    )
 }
 
 /// # Safety

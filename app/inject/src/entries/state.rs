@@ -257,6 +257,61 @@ macro_rules! release {
 release!(cuDevicePrimaryCtxRelease);
 release!(cuDevicePrimaryCtxRelease_v2);
 
+/// # Safety
+/// As of the driver's function.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuDevicePrimaryCtxRetain(out: *mut u64, device: i32) -> i32 {
+    let pass = || real!(cuDevicePrimaryCtxRetain(out => *mut u64, device => i32));
+    // SAFETY: the driver has written it.
+    call(pass, || unsafe { context_known(pass(), out, device, false) })
+}
+
+/// # Safety
+/// The driver has written `out` if `code` is success.
+unsafe fn context_known(code: i32, out: *const u64, device: i32, own: bool) -> i32 {
+    if code == SUCCESS && !out.is_null() {
+        // SAFETY: the driver has written it.
+        streams::context_known(unsafe { *out }, device, own);
+    }
+    code
+}
+
+macro_rules! context_create {
+    ($name:ident $(, $argument:ident: $type:ty)*) => {
+        /// # Safety
+        /// As of the driver's function.
+        #[unsafe(no_mangle)]
+        pub(crate) unsafe extern "C" fn $name(out: *mut u64, $($argument: $type,)* device: i32) -> i32 {
+            let pass = || real!($name(out => *mut u64, $($argument => $type,)* device => i32));
+            // SAFETY: the driver has written it.
+            call(pass, || unsafe { context_known(pass(), out, device, true) })
+        }
+    };
+}
+
+context_create!(cuCtxCreate_v2, flags: u32);
+context_create!(cuCtxCreate_v3, affinity: *const c_void, count: i32, flags: u32);
+context_create!(cuCtxCreate_v4, parameters: *const c_void, flags: u32);
+
+macro_rules! context_destroy {
+    ($name:ident) => {
+        #[unsafe(no_mangle)]
+        pub(crate) extern "C" fn $name(context: u64) -> i32 {
+            let pass = || real!($name(context => u64));
+            call(pass, || {
+                let code = pass();
+                if code == SUCCESS {
+                    serve::context_destroyed(context);
+                }
+                code
+            })
+        }
+    };
+}
+
+context_destroy!(cuCtxDestroy);
+context_destroy!(cuCtxDestroy_v2);
+
 /// Whether a device's primary context is there.
 fn is_active(device: i32) -> bool {
     let (mut flags, mut active) = (0_u32, 0_i32);

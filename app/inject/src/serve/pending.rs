@@ -4,8 +4,8 @@
 //! from a cache does, and asking for one several times that.
 
 use crate::real::real;
-use crate::{record, streams};
-use std::collections::VecDeque;
+use crate::{record, serve, streams};
+use std::collections::{HashMap, VecDeque};
 use vramlab_device::StreamId;
 use vramlab_policies::Block;
 
@@ -33,7 +33,8 @@ pub(super) struct Item {
 /// Memory that is reusable when events have completed.
 #[derive(Debug)]
 struct Batch<T> {
-    events: Vec<u64>,
+    /// With the context of each.
+    events: Vec<(u64, u64)>,
     items: Vec<T>,
 }
 
@@ -44,19 +45,32 @@ pub(crate) struct Pending<T> {
     open: Vec<T>,
     /// In the order of their events.
     sealed: VecDeque<Batch<T>>,
-    /// Events to use again.
-    events: Vec<u64>,
+    /// Events to use again, by context.
+    events: HashMap<u64, Vec<u64>>,
+    /// Whether work of every context may use the memory.
+    everywhere: bool,
     /// When the next look is due.
     due_ns: u64,
 }
 
 impl<T> Default for Pending<T> {
     fn default() -> Self {
-        Self { open: Vec::new(), sealed: VecDeque::new(), events: Vec::new(), due_ns: 0 }
+        Self { open: Vec::new(), sealed: VecDeque::new(), events: HashMap::new(), everywhere: false, due_ns: 0 }
     }
 }
 
 impl<T> Pending<T> {
+    /// For memory that the work of every context may use.
+    pub(crate) fn everywhere() -> Self {
+        Self { everywhere: true, ..Self::default() }
+    }
+
+    /// Forgets a context, which is gone with its events.
+    pub(crate) fn forget(&mut self, context: u64) {
+        self.events.remove(&context);
+        self.sealed.iter_mut().for_each(|batch| batch.events.retain(|(of, _)| *of != context));
+    }
+
     /// Takes memory that waits for all streams.
     pub(crate) fn add(&mut self, item: T) {
         if self.open.is_empty() {
@@ -66,8 +80,8 @@ impl<T> Pending<T> {
     }
 
     /// Takes memory that waits for one stream. Returns it if no event could be recorded there.
-    pub(super) fn add_on(&mut self, item: T, handle: u64) -> Result<(), T> {
-        match self.record(&[handle]) {
+    pub(super) fn add_on(&mut self, item: T, context: u64, handle: u64) -> Result<(), T> {
+        match self.record(context, &[handle]) {
             Some(events) => {
                 self.sealed.push_back(Batch { events, items: vec![item] });
                 Ok(())
@@ -76,43 +90,51 @@ impl<T> Pending<T> {
         }
     }
 
-    fn event(&mut self) -> Option<u64> {
-        self.events.pop().or_else(|| {
+    fn event(&mut self, context: u64) -> Option<u64> {
+        self.events.entry(context).or_default().pop().or_else(|| {
             let mut event = 0_u64;
             let code = real!(cuEventCreate(&raw mut event => *mut u64, NO_TIMING => u32));
             (code == 0).then_some(event)
         })
     }
 
-    /// Records an event on each stream.
-    fn record(&mut self, on: &[u64]) -> Option<Vec<u64>> {
+    /// Records an event on each stream of the context, which is current.
+    fn record(&mut self, context: u64, on: &[u64]) -> Option<Vec<(u64, u64)>> {
         let mut events = Vec::with_capacity(on.len());
         for stream in on {
-            let event = self.event()?;
-            events.push(event);
+            let event = self.event(context)?;
+            events.push((context, event));
             if real!(cuEventRecord(event => u64, *stream => u64)) != 0 {
-                self.events.extend(events);
+                self.events.entry(context).or_default().extend(events.iter().map(|(_, event)| *event));
                 return None;
             }
         }
         Some(events)
     }
 
-    /// Gives the open blocks their events. The context is current, and nothing is captured.
+    /// Gives the open blocks their events. Nothing is captured.
     fn seal(&mut self, context: u64) {
         if self.open.is_empty() {
             return;
         }
         let items = std::mem::take(&mut self.open);
+        let contexts = if self.everywhere { streams::contexts(context) } else { vec![context] };
+        let on = contexts.iter().map(|context| serve::within(*context, || self.record_all(*context)));
+        // A context that cannot be made current is gone, and its work with it.
+        let events = on.flatten().flatten().collect();
+        self.sealed.push_back(Batch { events, items });
+    }
+
+    /// Records an event on each stream of the context that is busy. The context is current.
+    fn record_all(&mut self, context: u64) -> Vec<(u64, u64)> {
         let mut streams = streams::of_context(context);
         // An idle stream needs no event. The legacy stream stands for others, so that its own work is not all that counts.
         streams.retain(|stream| *stream == streams::LEGACY || real!(cuStreamQuery(*stream => u64)) != 0);
-        let events = self.record(&streams).unwrap_or_else(|| {
+        self.record(context, &streams).unwrap_or_else(|| {
             // An earlier error of the device comes back at any call; then nothing of it runs any more.
             real!(cuCtxSynchronize());
             Vec::new()
-        });
-        self.sealed.push_back(Batch { events, items });
+        })
     }
 
     /// Whether memory waits without events for as much as may wait together.
@@ -144,15 +166,16 @@ impl<T> Pending<T> {
     /// Appends the memory whose events have completed, or with `all` all of it, once they have.
     fn reap(&mut self, all: bool, out: &mut Vec<T>) {
         while let Some(batch) = self.sealed.front_mut() {
-            while let Some(event) = batch.events.last() {
+            while let Some((context, event)) = batch.events.last().copied() {
                 let code = match all {
-                    true => real!(cuEventSynchronize(*event => u64)),
-                    false => real!(cuEventQuery(*event => u64)),
+                    true => real!(cuEventSynchronize(event => u64)),
+                    false => real!(cuEventQuery(event => u64)),
                 };
                 if code == NOT_READY {
                     return;
                 }
-                self.events.extend(batch.events.pop());
+                batch.events.pop();
+                self.events.entry(context).or_default().push(event);
             }
             out.extend(self.sealed.pop_front().into_iter().flat_map(|batch| batch.items));
         }

@@ -2,6 +2,8 @@
 //
 // Work on a stream takes as many queries or waits to complete as DRIVER_WORK says (default 0: it is done at once). Memory is checked:
 // freeing what is not allocated is CUDA_ERROR_INVALID_VALUE. What was called is counted, and `driver_count(NAME)` says how often.
+// Pinned memory is real, DRIVER_HOST MiB at most. A copy from it reads when its work is done; `early` counts those that found other
+// bytes than were there when they were queued.
 // With OLD it is a driver before 11.2: without stream-ordered memory and without cuGetProcAddress.
 
 #define _GNU_SOURCE
@@ -70,6 +72,7 @@ SHOWN R cuDevicePrimaryCtxRetain(uintptr_t* c, int d) { CALLED; retained[d]++; *
 SHOWN R cuDevicePrimaryCtxRelease_v2(int d) { CALLED; if (retained[d] > 0) retained[d]--; return OK; }
 SHOWN R cuDevicePrimaryCtxGetState(int d, unsigned* f, int* a) { *f = 0; *a = retained[d] > 0; return OK; }
 SHOWN R cuCtxCreate_v2(uintptr_t* c, unsigned f, int d) { (void)f; static uintptr_t next = 0x100000; *c = next += 0x1000; stack[depth++] = *c; (void)d; return OK; }
+SHOWN R cuCtxDestroy_v2(uintptr_t c);
 SHOWN R cuCtxSetCurrent(uintptr_t c) { if (!depth) depth = 1; stack[depth - 1] = c; if (!c) depth--; return OK; }
 SHOWN R cuCtxGetCurrent(uintptr_t* c) { *c = current(); return OK; }
 SHOWN R cuCtxPushCurrent_v2(uintptr_t c) { stack[depth++] = c; return OK; }
@@ -79,11 +82,29 @@ SHOWN R cuCtxGetDevice(int* d) { if (!depth) return NO_CONTEXT; *d = device_of(c
 // Work: each stream has a number of waits to go.
 static long work;  // of all streams, since a test needs no more
 static long each(void) { const char* text = getenv("DRIVER_WORK"); return text ? atol(text) : 0; }
+static long done;
+// Queued copies from pinned memory. Callers hold the lock.
+static struct copy { const void* from; size_t bytes; void* was; long target; struct copy* next; } *copies;
+static void complete_copies(void) {
+    for (struct copy** c = &copies; *c;) {
+        struct copy* one = *c;
+        if (one->target > done) {
+            c = &one->next;
+            continue;
+        }
+        if (memcmp(one->from, one->was, one->bytes)) ++*counter("early");
+        *c = one->next;
+        free(one->was);
+        free(one);
+    }
+}
 // Waiting for work takes DRIVER_NAP microseconds, if that is set.
 static void drain(void) {
     pthread_mutex_lock(&lock);
     long waited = work;
+    done += work;
     work = 0;
+    complete_copies();
     pthread_mutex_unlock(&lock);
     const char* nap = getenv("DRIVER_NAP");
     if (waited && nap) usleep(atoi(nap));
@@ -109,18 +130,18 @@ SHOWN R cuThreadExchangeStreamCaptureMode(int* m) { *m = 0; return OK; }
 
 // An event completes when the work before it is done; asking for it does some.
 static struct { long target; } events[1 << 16];
-static long done;
 SHOWN R cuEventCreate(uintptr_t* e, unsigned f) { CALLED; (void)f; static uintptr_t next; pthread_mutex_lock(&lock); *e = ++next % (1 << 16); pthread_mutex_unlock(&lock); return OK; }
-SHOWN R cuEventRecord(uintptr_t e, S s) { CALLED; if (s > 2 && !*of_stream(s)) called("idle"); pthread_mutex_lock(&lock); events[e].target = done + work; pthread_mutex_unlock(&lock); return OK; }
+SHOWN R cuEventRecord(uintptr_t e, S s) { CALLED; if (current() == 0x2000) called("elsewhere"); if (s > 2 && !*of_stream(s)) called("idle"); pthread_mutex_lock(&lock); events[e].target = done + work; pthread_mutex_unlock(&lock); return OK; }
 SHOWN R cuEventQuery(uintptr_t e) {
     CALLED;
     pthread_mutex_lock(&lock);
     if (work > 0) { work--; done++; } else if (done < events[e].target) done = events[e].target;
+    complete_copies();
     R code = done >= events[e].target ? OK : NOT_READY;
     pthread_mutex_unlock(&lock);
     return code;
 }
-SHOWN R cuEventSynchronize(uintptr_t e) { CALLED; pthread_mutex_lock(&lock); if (done < events[e].target) done = events[e].target; pthread_mutex_unlock(&lock); return OK; }
+SHOWN R cuEventSynchronize(uintptr_t e) { CALLED; pthread_mutex_lock(&lock); long left = events[e].target - done; if (left > 0) { done += left; work -= left < work ? left : work; complete_copies(); } pthread_mutex_unlock(&lock); return OK; }
 SHOWN R cuEventDestroy_v2(uintptr_t e) { (void)e; return OK; }
 SHOWN R cuEventElapsedTime(float* m, uintptr_t a, uintptr_t b) { (void)a; (void)b; *m = 0; return OK; }
 
@@ -194,8 +215,108 @@ SHOWN R cuDeviceGetDefaultMemPool(uintptr_t* p, int d) { *p = 0x9000 + d; return
 SHOWN R cuDeviceGetMemPool(uintptr_t* p, int d) { *p = 0x9000 + d; return OK; }
 SHOWN R cuMemAllocFromPoolAsync(P* p, size_t n, uintptr_t pool, S s) { CALLED; (void)s; (void)pool; return take(p, n, 2); }
 #endif
-SHOWN R cuMemHostAlloc(void** p, size_t n, unsigned f) { CALLED; (void)f; *p = malloc(n); return *p ? OK : MEMORY; }
-SHOWN R cuMemFreeHost(void* p) { CALLED; free(p); return OK; }
+// Pinned memory. What is registered is the program's.
+static struct pinned { char* at; size_t bytes; unsigned flags; int registered; uintptr_t context; struct pinned* next; } *pinned;
+static size_t pinned_bytes;
+static size_t pinned_total(void) { const char* text = getenv("DRIVER_HOST"); return (text ? atol(text) : 1L << 14) << 20; }
+static struct pinned* pinned_at(const void* at) {
+    for (struct pinned* one = pinned; one; one = one->next)
+        if ((const char*)at >= one->at && (size_t)((const char*)at - one->at) < one->bytes) return one;
+    return NULL;
+}
+static R pin(void** p, size_t n, unsigned flags) {
+    if (!started) return NOT_INITIALIZED;
+    if (!current()) return NO_CONTEXT;
+    if (!p || !n || flags > 7) return INVALID;
+    pthread_mutex_lock(&lock);
+    char* at = n <= pinned_total() && pinned_bytes + n <= pinned_total() ? aligned_alloc(4096, (n + 4095) & ~(size_t)4095) : NULL;
+    if (at) {
+        struct pinned* one = malloc(sizeof *one);
+        *one = (struct pinned){at, n, flags, 0, current(), pinned};
+        pinned = one;
+        pinned_bytes += n;
+        *p = at;
+    }
+    pthread_mutex_unlock(&lock);
+    return at ? OK : MEMORY;
+}
+static R unpin(void* p, int registered, R unknown) {
+    drain();
+    pthread_mutex_lock(&lock);
+    for (struct pinned** one = &pinned; *one; one = &(*one)->next) {
+        struct pinned* gone = *one;
+        if (gone->at != p || gone->registered != registered) continue;
+        *one = gone->next;
+        if (!registered) pinned_bytes -= gone->bytes, free(gone->at);
+        free(gone);
+        pthread_mutex_unlock(&lock);
+        return OK;
+    }
+    pthread_mutex_unlock(&lock);
+    return unknown;
+}
+// A context is gone, and its pinned memory with it.
+static void unpin_all(uintptr_t context) {
+    drain();
+    pthread_mutex_lock(&lock);
+    for (struct pinned** one = &pinned; *one;) {
+        struct pinned* gone = *one;
+        if (gone->context != context) {
+            one = &gone->next;
+            continue;
+        }
+        *one = gone->next;
+        if (!gone->registered) pinned_bytes -= gone->bytes, free(gone->at);
+        free(gone);
+    }
+    pthread_mutex_unlock(&lock);
+}
+SHOWN R cuMemHostAlloc(void** p, size_t n, unsigned f) { CALLED; return pin(p, n, f); }
+SHOWN R cuMemAllocHost_v2(void** p, size_t n) { CALLED; return pin(p, n, 0); }
+SHOWN R cuMemFreeHost(void* p) { CALLED; return unpin(p, 0, INVALID); }
+SHOWN R cuMemHostRegister_v2(void* p, size_t n, unsigned f) {
+    CALLED;
+    pthread_mutex_lock(&lock);
+    R code = !p || !n ? INVALID : pinned_at(p) ? 712 : OK;
+    if (code == OK) {
+        struct pinned* one = malloc(sizeof *one);
+        *one = (struct pinned){p, n, f, 1, current(), pinned};
+        pinned = one;
+    }
+    pthread_mutex_unlock(&lock);
+    return code;
+}
+SHOWN R cuMemHostUnregister(void* p) { CALLED; return unpin(p, 1, 713); }
+SHOWN R cuMemHostGetFlags(unsigned* f, void* p) {
+    CALLED;
+    pthread_mutex_lock(&lock);
+    struct pinned* one = pinned_at(p);
+    if (one) *f = one->flags;
+    pthread_mutex_unlock(&lock);
+    return one ? OK : INVALID;
+}
+SHOWN R cuMemHostGetDevicePointer_v2(P* d, void* p, unsigned f) {
+    CALLED;
+    pthread_mutex_lock(&lock);
+    struct pinned* one = f ? NULL : pinned_at(p);
+    if (one) *d = (P)(uintptr_t)p;
+    pthread_mutex_unlock(&lock);
+    return one ? OK : INVALID;
+}
+SHOWN R cuMemcpyHtoDAsync_v2(P to, const void* from, size_t n, S s) {
+    CALLED; (void)to;
+    queue();
+    *of_stream(s) = 1;
+    pthread_mutex_lock(&lock);
+    struct copy* one = malloc(sizeof *one);
+    *one = (struct copy){from, n, malloc(n), done + work, copies};
+    memcpy(one->was, from, n);
+    copies = one;
+    complete_copies();
+    pthread_mutex_unlock(&lock);
+    return OK;
+}
+SHOWN R cuCtxDestroy_v2(uintptr_t c) { CALLED; unpin_all(c); if (current() == c) depth--; return OK; }
 SHOWN R cuMemGetInfo_v2(size_t* f, size_t* t) { pthread_mutex_lock(&lock); if (f) *f = TOTAL - used; if (t) *t = TOTAL; pthread_mutex_unlock(&lock); return OK; }
 SHOWN R cuMemGetAddressRange_v2(P* base, size_t* n, P at) {
     pthread_mutex_lock(&lock);
@@ -212,11 +333,23 @@ SHOWN R cuPointerGetAttribute(void* data, int what, P at) {
     if (b && what == 11) *(P*)data = b->at;
     if (b && what == 12) *(size_t*)data = b->bytes;
     if (b && what == 2) *(int*)data = 2;
+    struct pinned* one = b ? NULL : pinned_at((void*)(uintptr_t)at);
+    if (one && what == 7) *(P*)data = 1;
+    if (one && what == 11) *(P*)data = (P)(uintptr_t)one->at;
+    if (one && what == 12) *(size_t*)data = one->bytes;
+    if (one && what == 2) *(int*)data = 1;
     pthread_mutex_unlock(&lock);
-    return b ? OK : INVALID;
+    return b || one ? OK : INVALID;
+}
+SHOWN R cuPointerGetAttributes(unsigned n, const int* what, void** data, P at) {
+    R code = OK;
+    // Of memory that it does not know it says so attribute by attribute, and succeeds.
+    for (unsigned i = 0; i < n; i++)
+        if (cuPointerGetAttribute(data[i], what[i], at)) memset(data[i], 0, what[i] == 2 ? 4 : 8);
+    return code;
 }
 SHOWN R cuIpcGetMemHandle(void* h, P at) { CALLED; memset(h, 0, 64); memcpy(h, &at, 8); return OK; }
-SHOWN R cuDevicePrimaryCtxReset_v2(int d) { CALLED; (void)d; pthread_mutex_lock(&lock); blocks = NULL; used = 0; pthread_mutex_unlock(&lock); return OK; }
+SHOWN R cuDevicePrimaryCtxReset_v2(int d) { CALLED; unpin_all(0x1000 * (d + 1)); pthread_mutex_lock(&lock); blocks = NULL; used = 0; pthread_mutex_unlock(&lock); return OK; }
 
 #ifndef OLD
 static void* self(const char* name) {
