@@ -97,7 +97,9 @@ fn served(context: u64, kind: Kind, selection: &Selection) -> Option<&'static Ho
         static FORKS: Once = Once::new();
         // SAFETY: the function only stores into an atomic, which is allowed in a child.
         FORKS.call_once(|| _ = unsafe { libc::pthread_atfork(None, None, Some(forget)) });
-        streams::context_known(context, serve::device(), false);
+        if !streams::follow(context) {
+            return None;
+        }
         let opened = open(context, kind, selection);
         opened.inspect_err(|why| settings::say(&format!("pinned memory stays the driver's: {why}"))).ok()
     })

@@ -70,7 +70,7 @@ pub(crate) fn take(bytes: u64, flags: u32) -> Option<u64> {
 pub(crate) fn made(bytes: u64, flags: u32, addr: u64) {
     let context = serve::context();
     if is_on() && context != 0 {
-        streams::context_known(context, serve::device(), false);
+        streams::follow(context);
         lock().get_or_insert_default().hold(addr, Key { context, bytes, flags });
     }
 }

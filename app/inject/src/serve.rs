@@ -87,6 +87,19 @@ pub(crate) fn within<T>(wanted: u64, calls: impl FnOnce() -> T) -> Option<T> {
     Some(out)
 }
 
+/// Whether the current context is the primary one of its device.
+pub(crate) fn is_primary(context: u64, device: i32) -> bool {
+    if !crate::entries::is_active(device) {
+        return false;
+    }
+    let mut primary = 0_u64;
+    if real!(cuDevicePrimaryCtxRetain(&raw mut primary => *mut u64, device => i32)) != SUCCESS {
+        return false;
+    }
+    real!(cuDevicePrimaryCtxRelease_v2(device => i32));
+    primary == context
+}
+
 /// The device of the current context.
 pub(crate) fn device() -> i32 {
     let mut device = 0;

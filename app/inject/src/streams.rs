@@ -154,6 +154,20 @@ pub(crate) fn context_known(context: u64, device: i32, own: bool) {
     }
 }
 
+/// Notes the current context, if it is the primary one of its device; whether it is followed. One that is neither primary nor made by
+/// `cuCtxCreate`, such as a green context, ends unnoticed.
+pub(crate) fn follow(context: u64) -> bool {
+    if lock(&CONTEXTS).iter().any(|one| one.context == context) {
+        return true;
+    }
+    let device = serve::device();
+    let primary = serve::is_primary(context, device);
+    if primary {
+        context_known(context, device, false);
+    }
+    primary
+}
+
 /// The contexts that may have work, and `current`.
 pub(crate) fn contexts(current: u64) -> Vec<u64> {
     let known = lock(&CONTEXTS);
@@ -168,7 +182,7 @@ pub(crate) fn primary_of(device: i32) -> Vec<u64> {
 
 /// Notes a stream that was made.
 pub(crate) fn made(context: u64, stream: u64, non_blocking: bool) {
-    context_known(context, serve::device(), false);
+    follow(context);
     lock(&MADE).push(Made { context, stream, non_blocking, has_work: false });
 }
 

@@ -313,7 +313,7 @@ context_destroy!(cuCtxDestroy);
 context_destroy!(cuCtxDestroy_v2);
 
 /// Whether a device's primary context is there.
-fn is_active(device: i32) -> bool {
+pub(crate) fn is_active(device: i32) -> bool {
     let (mut flags, mut active) = (0_u32, 0_i32);
     if !has(at::cuDevicePrimaryCtxGetState) {
         return true;

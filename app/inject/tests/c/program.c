@@ -37,6 +37,7 @@ typedef int R;
     F(cuMemcpyHtoDAsync, R, (P, const void*, size_t, S)) \
     F(cuPointerGetAttributes, R, (unsigned, int*, void**, P)) \
     F(cuCtxDestroy, R, (uintptr_t)) \
+    F(cuCtxFromGreenCtx, R, (uintptr_t*, uintptr_t)) \
     F(cuCtxSynchronize, R, (void)) \
     F(cuMemGetAddressRange, R, (P*, size_t*, P)) \
     F(cuPointerGetAttribute, R, (void*, int, P)) \
@@ -394,6 +395,12 @@ static void pinned_state(void) {
     CHECK(cuCtxDestroy(own) == 0);
     CHECK(cuMemFreeHost(q) == 1);
     CHECK(cuMemHostAlloc(&p, 4096, 0) == 0 && cuMemHostAlloc(&q, 4096, 1) == 0 && cuMemFreeHost(q) == 0);
+    // Nobody says when a green context ends: the driver serves it.
+    uintptr_t green, first;
+    CHECK(cuDevicePrimaryCtxRetain(&first, 0) == 0 && cuCtxFromGreenCtx(&green, 0x8000) == 0 && cuCtxSetCurrent(green) == 0);
+    before = count_of("cuMemHostAlloc");
+    CHECK(cuMemHostAlloc(&q, 4096, 1) == 0 && cuMemFreeHost(q) == 0 && cuMemHostAlloc(&q, 4096, 1) == 0 && cuMemFreeHost(q) == 0);
+    CHECK(count_of("cuMemHostAlloc") == before + 2 && cuCtxSetCurrent(first) == 0);
     CHECK(cuDevicePrimaryCtxRetain(&second, 1) == 0 && cuDevicePrimaryCtxReset(1) == 0);
     CHECK(cuMemFreeHost(p) == 0 && cuMemHostAlloc(&p, 4096, 0) == 0);
     CHECK(cuDevicePrimaryCtxReset(0) == 0);
