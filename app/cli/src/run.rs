@@ -13,7 +13,7 @@ mod summary;
 mod symbols;
 mod unversioned;
 
-use anyhow::Result;
+use anyhow::{Result, anyhow};
 pub(crate) use calls::CudaProcess;
 use clap::Args;
 use device::Sampler;
@@ -87,6 +87,11 @@ pub(crate) struct RunArgs {
     /// for that, libvramlab_inject.so, is next to this program, in ../lib or in the Python package
     #[arg(long, value_name = "NAME[:key=value,...]", value_parser = arguments::allocator())]
     alloc: Option<Selection>,
+    /// Allocator that serves pinned host memory between the program and CUDA's driver, such as host-exact: cudaMallocHost,
+    /// cudaHostAlloc and cudaFreeHost [default: the driver]. vramlab replay --host compares host-exact, host-pytorch, host-cupy and
+    /// host-rmm-pool
+    #[arg(long, value_name = "NAME[:key=value,...]", value_parser = host_allocator)]
+    host_alloc: Option<Selection>,
     /// Take a snapshot so often, too
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     every: Option<f64>,
@@ -99,7 +104,8 @@ pub(crate) struct RunArgs {
     /// Serve and record at CUDA's driver only, also in PyTorch: for PYTORCH_NO_CUDA_MEMORY_CACHING=1
     #[arg(long)]
     at_driver: bool,
-    /// Keep freed memory of these kinds between the program and CUDA's driver, for the next request of the same size: managed, pinned
+    /// Keep freed memory of these kinds between the program and CUDA's driver: managed, for the next request of the same size, and pinned,
+    /// which is --host-alloc host-exact
     #[arg(long, value_name = "KINDS", value_delimiter = ',')]
     pool: Vec<Pool>,
     /// Which memory calls of CUDA's driver have the call stack of the program
@@ -113,6 +119,16 @@ pub(crate) struct RunArgs {
     quiet: bool,
     #[command(flatten)]
     recorded: Recorded,
+}
+
+/// Reads one allocator of pinned host memory.
+fn host_allocator(text: &str) -> Result<Selection, String> {
+    let mut all = vramlab::backends::parse_host_list(text).map_err(|error| error.to_string())?;
+    let (Some(selection), true) = (all.pop(), all.is_empty()) else {
+        return Err("name one allocator, such as host-exact".to_owned());
+    };
+    selection.check().map_err(|error| error.to_string())?;
+    Ok(selection)
 }
 
 /// Runs the program, and ends as it ended, whatever becomes of its records.
@@ -158,12 +174,21 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
 
 /// How calls are served and recorded at the driver's boundary, if they can be.
 fn at_driver(args: &RunArgs) -> Result<Result<AtDriver, String>> {
+    if args.host_alloc.is_some() {
+        if args.free == Free::Driver {
+            return Err(anyhow!("--host-alloc serves nothing with --free driver; use --free ordered or --free waits"));
+        }
+        if args.pool.contains(&Pool::Pinned) {
+            return Err(anyhow!("--pool pinned is --host-alloc host-exact; leave one of them out"));
+        }
+    }
     let set = |at: AtDriver| AtDriver {
         free: args.free,
         poison: args.poison,
         all: args.at_driver,
         stacks: args.stacks == Stacks::On,
         pool: args.pool.clone(),
+        host: args.host_alloc.clone(),
         ..at
     };
     let found = AtDriver::find().map(set);
@@ -172,6 +197,7 @@ fn at_driver(args: &RunArgs) -> Result<Result<AtDriver, String>> {
         (args.poison, "--poison"),
         (args.free != Free::Ordered, "--free"),
         (!args.pool.is_empty(), "--pool"),
+        (args.host_alloc.is_some(), "--host-alloc"),
     ];
     let option = option.into_iter().find_map(|(given, name)| given.then_some(name));
     match option {

@@ -147,7 +147,9 @@ fn process(path: &Path, folder: &Folder) -> Result<Option<CudaProcess>> {
     let written = Memory::write(&calls, &stacks, &notes, folder)?;
     let pinned = pinned::Pinned::write(&calls, &stacks, &notes, folder)?;
     let counter = |counter| calls.counter(counter);
-    let any_served = kinds.iter().any(|kind| kind.served > 0);
+    // Pinned memory has an allocator of its own.
+    let of_host = |call: &str| [Call::HostAlloc, Call::HostFree].iter().any(|host| host.name() == call);
+    let any_served = kinds.iter().any(|kind| kind.served > 0 && !of_host(kind.call));
     Ok(Some(CudaProcess {
         pid: calls.pid,
         count: sum(|kind| kind.count),

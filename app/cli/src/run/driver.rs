@@ -10,6 +10,7 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use terminal::RuntimeFailure;
+use vramlab::Selection;
 use vramlab::device::libcuda;
 use vramlab::output::Existing;
 
@@ -47,7 +48,7 @@ impl Free {
 pub(crate) enum Pool {
     /// Memory of cudaMallocManaged
     Managed,
-    /// Memory of cudaMallocHost and cudaHostAlloc
+    /// Memory of cudaMallocHost and cudaHostAlloc: --host-alloc host-exact
     Pinned,
 }
 
@@ -69,6 +70,8 @@ pub(crate) struct AtDriver {
     pub(crate) poison: bool,
     pub(crate) stacks: bool,
     pub(crate) pool: Vec<Pool>,
+    /// The allocator of pinned host memory.
+    pub(crate) host: Option<Selection>,
     /// Whether PyTorch's memory is served there too, and Python's start hook is left out.
     pub(crate) all: bool,
 }
@@ -90,7 +93,8 @@ impl AtDriver {
         let candidates = libcuda::candidates(named.as_deref());
         let driver = candidates.into_iter().find(|path| is_for_this_machine(path));
         let driver = driver.ok_or("this machine has no CUDA driver: libcuda.so.1 was not found")?;
-        Ok(Self { library, driver, free: Free::Ordered, poison: false, stacks: false, pool: Vec::new(), all: false })
+        let (free, poison, stacks, all) = (Free::Ordered, false, false, false);
+        Ok(Self { library, driver, free, poison, stacks, pool: Vec::new(), host: None, all })
     }
 
     /// Puts the library in front of a command.
@@ -133,6 +137,9 @@ impl AtDriver {
                 Pool::Pinned => "pinned",
             };
             command.env("VRAMLAB_INJECT_POOL", self.pool.iter().map(name).collect::<Vec<_>>().join(","));
+        }
+        if let Some(host) = &self.host {
+            command.env("VRAMLAB_INJECT_HOST", host.to_string());
         }
         if self.stacks {
             command.env("VRAMLAB_INJECT_STACKS", "1");

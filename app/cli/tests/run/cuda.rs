@@ -248,7 +248,7 @@ fn libraries_that_are_loaded_in_front_already_stay() {
 fn an_option_for_the_driver_is_refused_where_there_is_none() {
     let test_dir = TestDir::new();
     let missing = test_dir.at("missing");
-    for option in ["--at-driver", "--poison", "--free=waits", "--pool=managed,pinned"] {
+    for option in ["--at-driver", "--poison", "--free=waits", "--pool=managed,pinned", "--host-alloc=host-exact"] {
         let mut command = process(&test_dir, &["run", option, "--", "true"]);
         let ran = Ran::of(command.env("VRAMLAB_CUDA", &missing).output().unwrap());
         if ran.code == Some(0) {
@@ -257,6 +257,41 @@ fn an_option_for_the_driver_is_refused_where_there_is_none() {
         }
         assert_eq!(ran.code, Some(1), "{ran:?}");
         assert!(ran.stderr.contains("libcuda.so.1 was not found") || ran.stderr.contains("neither next to"), "{ran:?}");
+    }
+}
+
+#[test]
+#[ignore = "needs a C compiler"]
+fn pinned_memory_is_served_and_its_bytes_are_said() {
+    let test_dir = TestDir::new();
+    let Some(driver) = build(&test_dir) else { return };
+    let ran = run(&test_dir, &driver, &["--host-alloc", "host-exact", "-o", "out"], "dlsym", "kinds").ok();
+    assert!(ran.stdout.contains("equal") && ran.stdout.contains("pinned 2 unpinned 0"), "{ran:?}");
+    let line =
+        "8 KiB requested at most in 100 cudaMallocHost, 100 served from 4 MiB reserved at most in 2 driver calls";
+    assert!(ran.stderr.contains(line), "{ran:?}");
+    let process = &record(&test_dir, "out")["cuda"][0];
+    assert!(process["allocator"].is_null(), "memory of the GPU is the driver's: {process}");
+    let pinned = &process["pinned"];
+    assert_eq!((&pinned["peak_bytes"], &pinned["allocator"]["reserved_peak_bytes"]), (&8192.into(), &(4 << 20).into()));
+}
+
+#[test]
+fn wrong_allocators_of_pinned_memory_are_bad_input() {
+    let test_dir = TestDir::new();
+    let wrong: [(&[&str], &str); 6] = [
+        (&["--host-alloc", "caching"], "caching"),
+        (&["--host-alloc", "host-exacd"], "host-exact"),
+        (&["--host-alloc", "host-exact:keep_idle=2"], "keep_idle"),
+        (&["--host-alloc", "host-exact,host-cupy"], "name one allocator"),
+        (&["--host-alloc", "host-exact", "--free", "driver"], "--free ordered"),
+        (&["--host-alloc", "host-exact", "--pool", "pinned"], "leave one of them out"),
+    ];
+    for (options, why) in wrong {
+        let words = [&["run"], options, &["--", "true"]].concat();
+        let ran = Ran::of(process(&test_dir, &words).output().unwrap());
+        assert_eq!(ran.code, Some(2), "{options:?}: {ran:?}");
+        assert!(ran.stderr.contains(why), "{options:?}: {ran:?}");
     }
 }
 

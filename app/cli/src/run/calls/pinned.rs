@@ -2,6 +2,7 @@
 
 use super::{Line, Stacks};
 use crate::run::folder::{Folder, create_private};
+use crate::words::counted;
 use anyhow::{Context, Result};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -9,7 +10,7 @@ use std::io::Write;
 use std::path::PathBuf;
 use terminal::{command, duration, quoted};
 use vramlab::Bytes;
-use vramlab::histories::calls::{Call, CallRecord, Calls, Notes, Served};
+use vramlab::histories::calls::{Call, CallRecord, Calls, Counter, Notes, Served};
 use vramlab::output::{Existing, OutputFile};
 
 /// Pinned host memory of a process, as the driver's boundary saw it. Of a PyTorch program these are the segments that its host allocator
@@ -30,8 +31,21 @@ pub(crate) struct PinnedUse {
     pub(crate) refused: u64,
     /// Nanoseconds in calls of the driver that pinned memory, registered it and gave it back.
     pub(crate) total_ns: u64,
+    /// What the allocator of pinned memory did; `null` where none served.
+    pub(crate) allocator: Option<PinnedAllocator>,
     /// Recording of the allocations for `vramlab replay --host`; `null` where there was none.
     pub(crate) history: Option<PathBuf>,
+}
+
+/// An allocator of pinned memory between the program and the driver.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct PinnedAllocator {
+    /// Allocations that it served.
+    pub(crate) served: u64,
+    /// Most bytes that it had pinned at once.
+    pub(crate) reserved_peak_bytes: u64,
+    /// Calls of the driver that it made.
+    pub(crate) driver_calls: u64,
 }
 
 /// Bytes by address, and the most there were.
@@ -66,6 +80,7 @@ pub(super) struct Pinned {
     allocated: Level,
     registered: Level,
     refused: u64,
+    served: u64,
     total_ns: u64,
 }
 
@@ -113,7 +128,12 @@ impl Pinned {
             registrations: out.registered.count,
             registered_peak_bytes: out.registered.peak,
             refused: out.refused,
-            total_ns: out.total_ns,
+            total_ns: out.total_ns + calls.counter(Counter::HostDriverNs),
+            allocator: (calls.counter(Counter::HostDriverCalls) > 0).then(|| PinnedAllocator {
+                served: out.served,
+                reserved_peak_bytes: calls.counter(Counter::HostReservedPeak),
+                driver_calls: calls.counter(Counter::HostDriverCalls),
+            }),
             history,
         }))
     }
@@ -135,6 +155,7 @@ impl Pinned {
         match record.call {
             Call::HostAlloc => {
                 self.allocated.add(record.addr, record.bytes);
+                self.served += u64::from(record.served == Served::Allocator);
                 Some(("alloc", record.bytes))
             }
             Call::HostFree => Some(("free_requested", self.allocated.remove(record.addr)?)),
@@ -154,7 +175,15 @@ impl PinnedUse {
     /// The line of the screen.
     pub(in crate::run) fn line(&self) -> String {
         let mut parts = Vec::new();
-        if self.allocations > 0 {
+        if let Some(PinnedAllocator { served, reserved_peak_bytes, driver_calls }) = self.allocator {
+            parts.push(format!(
+                "{} requested at most in {} cudaMallocHost, {served} served from {} reserved at most in {}",
+                Bytes(self.peak_bytes),
+                self.allocations,
+                Bytes(reserved_peak_bytes),
+                counted(driver_calls, "driver call"),
+            ));
+        } else if self.allocations > 0 {
             parts.push(format!("{} pinned at most in {} cudaMallocHost", Bytes(self.peak_bytes), self.allocations));
         }
         if self.registrations > 0 {
