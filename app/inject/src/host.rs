@@ -122,7 +122,7 @@ fn open(context: u64, kind: Kind, selection: &Selection) -> Result<&'static Host
 }
 
 /// What became of a free.
-pub(crate) enum Freed {
+pub(crate) enum FreeOutcome {
     /// The block is free; how long the free waited. `before` has returned a value.
     Block(u64, Blocked),
     /// The address lies in a segment, and no block of the program begins there.
@@ -132,31 +132,31 @@ pub(crate) enum Freed {
 }
 
 /// Frees a block. `before` is called before another request can have it.
-pub(crate) fn free<T>(addr: u64, before: impl FnOnce() -> T) -> (Freed, Option<T>) {
+pub(crate) fn free<T>(addr: u64, before: impl FnOnce() -> T) -> (FreeOutcome, Option<T>) {
     if settings::get().host.is_none() || FORKED.load(Acquire) {
-        return (Freed::Foreign, None);
+        return (FreeOutcome::Foreign, None);
     }
     let Some(held) = blocks::take(addr) else {
-        return (if blocks::owns(addr) { Freed::NoBlock } else { Freed::Foreign }, None);
+        return (if blocks::owns(addr) { FreeOutcome::NoBlock } else { FreeOutcome::Foreign }, None);
     };
     let placed = before();
     let (bytes, served) = (held.bytes, held.served);
     let blocked = served.free(held.block);
-    (Freed::Block(bytes, blocked), Some(placed))
+    (FreeOutcome::Block(bytes, blocked), Some(placed))
 }
 
 /// An address to ask the driver about: where a freed block was, one that CUDA does not know, so that the answer is that about freed
 /// memory; else the address itself.
-pub(crate) fn as_the_driver_knows(addr: u64) -> u64 {
+pub(crate) fn address_for_driver(addr: u64) -> u64 {
     if settings::get().host.is_some() && !FORKED.load(Acquire) && blocks::owns(addr) && range_of(addr).is_none() {
-        unknown()
+        foreign_address()
     } else {
         addr
     }
 }
 
 /// The address of memory that is not CUDA's.
-pub(crate) fn unknown() -> u64 {
+pub(crate) fn foreign_address() -> u64 {
     static NOTHING: u64 = 0;
     // CAST: an address.
     (&raw const NOTHING) as u64

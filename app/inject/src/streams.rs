@@ -55,14 +55,14 @@ struct Made {
 }
 /// A context that may have work.
 #[derive(Clone, Copy, Debug)]
-struct Known {
+struct Context {
     context: u64,
     device: i32,
     /// Whether the program made it by `cuCtxCreate`.
     own: bool,
 }
 
-static CONTEXTS: Mutex<Vec<Known>> = Mutex::new(Vec::new());
+static CONTEXTS: Mutex<Vec<Context>> = Mutex::new(Vec::new());
 
 /// Streams that are captured, as the program named them, with the thread for per-thread streams.
 static CAPTURED: Mutex<Vec<(u64, u64)>> = Mutex::new(Vec::new());
@@ -150,7 +150,7 @@ pub(crate) fn begin_work_everywhere() {
 pub(crate) fn context_known(context: u64, device: i32, own: bool) {
     let mut known = lock(&CONTEXTS);
     if context != 0 && known.iter().all(|one| one.context != context) {
-        known.push(Known { context, device, own });
+        known.push(Context { context, device, own });
     }
 }
 

@@ -7,7 +7,7 @@ use super::memory::fill;
 use super::other::give_back;
 use super::{About, Blocked, pass_timed, recorded};
 use crate::guard::call;
-use crate::host::{self, Freed, Kind};
+use crate::host::{self, FreeOutcome, Kind};
 use crate::real::real;
 use crate::record;
 use crate::serve::SUCCESS;
@@ -67,7 +67,7 @@ pub(crate) extern "C" fn cuMemFreeHost(at: *mut c_void) -> i32 {
         let start = record::start();
         let (freed, place) = host::free(addr, record::place);
         match freed {
-            Freed::Block(bytes, blocked) => {
+            FreeOutcome::Block(bytes, blocked) => {
                 if let Some(place) = place.filter(|_| record::is_on()) {
                     let about = About::new(Call::HostFree, bytes);
                     place.fill(recorded(about, Served::Allocator, addr, start, blocked, SUCCESS));
@@ -75,8 +75,8 @@ pub(crate) extern "C" fn cuMemFreeHost(at: *mut c_void) -> i32 {
                 SUCCESS
             }
             // A second free, or one inside a block.
-            Freed::NoBlock => give_back(Call::HostFree, addr, 0, || free(host::unknown())),
-            Freed::Foreign => give_back(Call::HostFree, addr, 0, || free(addr)),
+            FreeOutcome::NoBlock => give_back(Call::HostFree, addr, 0, || free(host::foreign_address())),
+            FreeOutcome::Foreign => give_back(Call::HostFree, addr, 0, || free(addr)),
         }
     };
     call(|| free(addr), here)
@@ -88,7 +88,7 @@ pub(crate) extern "C" fn cuMemFreeHost(at: *mut c_void) -> i32 {
 pub(crate) unsafe extern "C" fn cuMemHostGetFlags(flags: *mut u32, at: *mut c_void) -> i32 {
     let ask = |addr: u64| real!(cuMemHostGetFlags(flags => *mut u32, addr => u64));
     // CAST: an address.
-    call(|| ask(at as u64), || ask(host::as_the_driver_knows(at as u64)))
+    call(|| ask(at as u64), || ask(host::address_for_driver(at as u64)))
 }
 
 /// # Safety
@@ -97,7 +97,7 @@ pub(crate) unsafe extern "C" fn cuMemHostGetFlags(flags: *mut u32, at: *mut c_vo
 pub(crate) unsafe extern "C" fn cuMemHostGetDevicePointer_v2(out: *mut u64, at: *mut c_void, flags: u32) -> i32 {
     let ask = |addr: u64| real!(cuMemHostGetDevicePointer_v2(out => *mut u64, addr => u64, flags => u32));
     // CAST: an address.
-    call(|| ask(at as u64), || ask(host::as_the_driver_knows(at as u64)))
+    call(|| ask(at as u64), || ask(host::address_for_driver(at as u64)))
 }
 
 #[unsafe(no_mangle)]

@@ -65,7 +65,7 @@ pub(crate) unsafe extern "C" fn cuPointerGetAttribute(data: *mut c_void, attribu
     call(
         || ask(addr),
         || {
-            let code = ask(host::as_the_driver_knows(addr));
+            let code = ask(host::address_for_driver(addr));
             if code == SUCCESS {
                 // SAFETY: the driver has written it.
                 unsafe { correct(data, attribute, addr) };
@@ -92,7 +92,7 @@ pub(crate) unsafe extern "C" fn cuPointerGetAttributes(
     call(
         || ask(addr),
         || {
-            let code = ask(host::as_the_driver_knows(addr));
+            let code = ask(host::address_for_driver(addr));
             if code == SUCCESS {
                 // CAST: a count of entries in memory.
                 for at in 0..count as usize {
