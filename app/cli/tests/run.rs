@@ -232,7 +232,8 @@ fn a_run_is_recorded_and_ten_lines_say_what_it_took() {
     let script = "import sys, torch\ntorch.cuda.init()\nprint(sys.argv[1:])\nsys.exit(3)\n";
     let ran = Ran::of(torch(&test_dir, command, script).output().unwrap());
     assert_eq!((ran.code, ran.stdout.as_str()), (Some(3), "['x y']\n"), "{ran:#?}");
-    let lines: Vec<&str> = ran.stderr.lines().collect();
+    // A run of more than half a second has a sample of the host's memory.
+    let lines: Vec<&str> = ran.stderr.lines().filter(|line| !line.starts_with("host ")).collect();
     assert!(
         lines[0].contains("exit code 3; 1 process used PyTorch 2.11.0+fake under PyTorch's own allocator"),
         "{ran:#?}"

@@ -210,7 +210,8 @@ impl Summary {
         let pinned = self.cuda.iter().any(|cuda| cuda.pinned.is_some())
             || self.processes.iter().any(|process| process.pinned_bytes.is_some_and(|bytes| bytes > 0));
         let host = self.host.as_ref()?;
-        (pinned || host.short).then(|| host.line())
+        // One sample is of the moment before the program began.
+        (host.short || pinned && host.samples > 1).then(|| host.line())
     }
 
     /// The processes that did not use CUDA through PyTorch, or whose PyTorch was not recorded.
