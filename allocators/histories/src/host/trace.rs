@@ -71,8 +71,8 @@ pub struct HostTrace {
     pub peak_op: usize,
     /// Most bytes that were live at once: no allocator pins less.
     pub peak_live: u64,
-    /// Most bytes that the program had registered in place at once, as far as they can be told from the allocator's blocks. No
-    /// allocator has them.
+    /// Most bytes that the program had registered in place at once, where they differ from the allocator's blocks. No allocator
+    /// has them.
     pub peak_registered: u64,
     /// Events that contradict earlier ones, such as a free of a block that is not live; they are left out.
     pub contradictions: u64,
@@ -147,8 +147,8 @@ impl HostTrace {
         self.blocks.len()
     }
 
-    /// The least that a request of a recorded block can have been: PyTorch rounds up to the next power of two. A size that is no
-    /// power of two was not rounded.
+    /// The smallest request that a recorded block can have served: PyTorch rounds up to the next power of two. Any other size
+    /// was not rounded.
     #[must_use]
     pub fn least(&self, block: &HostBlock) -> u64 {
         match self.sizes {

@@ -22,9 +22,9 @@ def cells(spec: str, by: list[str], value: str = "step_us", **where: Any) -> dic
 
 def build(provenance: dict[str, Any] | None) -> str:
     """The build of a record: a short commit, with `-dirty` if the sources differed from it."""
-    told = provenance or {}
-    commit = str(told.get("git_commit") or "unknown")[:8]
-    return f"{commit}-dirty" if told.get("git_dirty") else commit
+    known = provenance or {}
+    commit = str(known.get("git_commit") or "unknown")[:8]
+    return f"{commit}-dirty" if known.get("git_dirty") else commit
 
 
 def origin(spec: str) -> str:

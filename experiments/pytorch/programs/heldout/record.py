@@ -55,13 +55,13 @@ def arguments():
 
 def origin():
     """Command, driver, host, commit and day of a run; unknown values are absent."""
-    told = provenance()
-    commit = told.get("git_commit")
+    machine = provenance()
+    commit = machine.get("git_commit")
     known = {
         "command": " ".join(["python3", *sys.argv]),
-        "driver": told.get("driver_release"),
-        "host": told.get("host_hash"),
-        "commit": f"{commit[:8]}{'-dirty' if told.get('git_dirty') else ''}" if commit else None,
+        "driver": machine.get("driver_release"),
+        "host": machine.get("host_hash"),
+        "commit": f"{commit[:8]}{'-dirty' if machine.get('git_dirty') else ''}" if commit else None,
         "date": datetime.now(UTC).date().isoformat(),
     }
     return {key: value for key, value in known.items() if value}
