@@ -8,7 +8,7 @@ mod causes;
 mod checkpoints;
 mod device_use;
 mod explanation;
-mod frames;
+pub(crate) mod frames;
 pub(crate) mod lines;
 mod moments;
 pub(crate) mod phases;

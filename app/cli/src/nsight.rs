@@ -5,6 +5,7 @@ mod page;
 mod picture;
 mod rows;
 mod screen;
+mod sites;
 mod summary;
 
 pub(crate) use input::Format;

@@ -1,6 +1,6 @@
 //! `vramlab nsight` on exports made by hand.
 
-use crate::nsight_export::{Export, Version, training};
+use crate::nsight_export::{Export, THREAD, Version, training};
 use serde_json::Value;
 use std::path::Path;
 use std::process::{Command, Output};
@@ -212,6 +212,51 @@ fn the_page_shows_processes_devices_stacks_and_lost_events() {
         let stack = &document["tables"]["stacks"][0];
         assert_eq!((&stack["call"], stack["frames"].as_array().unwrap().len()), (&Value::from("cudaFree"), 4));
     }
+}
+
+#[test]
+fn the_first_screen_names_the_line_that_waits() {
+    let mut export = Export::new(Version::New);
+    for step in 0..4 {
+        let at = step * 100_000;
+        export.kernel("gemm", (at, at + 10), (at + 20, at + 5000));
+        export.memory_call("cudaFree_v3020", at + 30, at + 5010, 4096);
+        let line = if step == 0 { 12 } else { 30 };
+        export.python(
+            THREAD,
+            at + 5005,
+            2,
+            &[
+                ("_free", "/opt/venv/lib/python3.12/site-packages/torch/cuda/memory.py", 3),
+                ("step", "/home/me/proj/train.py", line),
+                ("&lt;module&gt;", "/home/me/proj/train.py", 40),
+            ],
+        );
+    }
+    let mut command = Command::new(env!("CARGO_BIN_EXE_vramlab"));
+    let command = command.arg("nsight").arg(&export.path).env("COLUMNS", "100").env("NO_COLOR", "1");
+    let text = stdout(&command.output().unwrap());
+    assert!(text.lines().all(|line| line.chars().count() <= 100), "{text}");
+    let words = text.split_whitespace().collect::<Vec<_>>().join(" ");
+    assert!(words.starts_with("cudaFree waited "), "{words}");
+    assert!(words.contains(" in 4 of 4 calls, most of them at proj/train.py:30 step, behind gemm."), "{words}");
+    assert!(words.contains("mostly at") && words.contains("proj/train.py:30 step (75 %)"), "{words}");
+    let document: Value = serde_json::from_str(&stdout(&nsight(&export.path, &["--json"]))).unwrap();
+    let sites = document["tables"]["sites"].as_array().unwrap();
+    let site = |row: &Value| (row["site"].as_str().unwrap().to_owned(), row["count"].as_u64().unwrap());
+    let expected = [("proj/train.py:30 step".to_owned(), 3), ("proj/train.py:12 step".to_owned(), 1)];
+    assert_eq!(sites.iter().map(site).collect::<Vec<_>>(), expected);
+    assert_eq!(document["tables"]["blocked_calls"][0]["site"], "proj/train.py:12 step");
+    let page = export.path.with_extension("html");
+    stdout(&report(&[export.path.to_str().unwrap(), "-o", page.to_str().unwrap()]));
+    let html = std::fs::read_to_string(&page).unwrap();
+    assert!(html.contains("<td>proj/train.py:30 step (75 %)<td>gemm"), "{html}");
+    // A stack of native code names its symbol.
+    let plain = several(Version::Old);
+    let sql = "UPDATE StringIds SET value = 'free_all(Pool&)' WHERE value LIKE '%.py:%'";
+    plain.db.execute(sql, []).unwrap();
+    let document: Value = serde_json::from_str(&stdout(&nsight(&plain.path, &["--json"]))).unwrap();
+    assert_eq!(document["tables"]["sites"][0]["site"], "c10::free");
 }
 
 #[test]

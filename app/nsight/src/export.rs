@@ -7,7 +7,8 @@
 use crate::capture::{Call, CallName, CallNames, Capture, Mark, Overhead, Range, Texts, Work, WorkKind};
 use crate::extracted;
 use crate::names::{self, Scope};
-use crate::tables::{Strings, Tables, integer, interval, text};
+use crate::python;
+use crate::tables::{Strings, Tables, blob, integer, interval, text};
 use rusqlite::{Connection, OpenFlags};
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -27,12 +28,15 @@ const NVTX_STREAMS: &str = "TARGET_INFO_NVTX_CUDA_STREAM";
 const CONTEXTS: &str = "TARGET_INFO_CUDA_CONTEXT_INFO";
 const OVERHEAD: &str = "PROFILER_OVERHEAD";
 const DIAGNOSTICS: &str = "DIAGNOSTIC_EVENT";
+const CLASSES: &str = "ENUM_NSYS_EVENT_CLASS";
 
 // Of ENUM_NSYS_EVENT_TYPE.
 const MARK: i64 = 34;
 const THREAD_NAME: i64 = 39;
 const PUSH_POP: i64 = 59;
 const STREAM_NAME: i64 = 99;
+// Of ENUM_NSYS_EVENT_CLASS: the record of a backtrace, which has the interval and the name of its call, and its start and end.
+const BACKTRACES: [i64; 3] = [67, 68, 69];
 // Of ENUM_CUDA_MEM_KIND.
 const PAGEABLE: i64 = 0;
 const DEVICE_MEMORY: i64 = 2;
@@ -109,13 +113,24 @@ struct Reader<'t, 'c> {
     work_names: Texts,
     /// Rows without valid times, by what they are of.
     untimed: BTreeMap<&'static str, u64>,
+    /// Stacks of Python, and marks that should have had one.
+    samples: Vec<python::Sample>,
+    empty_samples: u64,
 }
 
 impl<'t, 'c> Reader<'t, 'c> {
     fn new(tables: &'t Tables<'c>) -> rusqlite::Result<Self> {
         let strings = Strings::new(tables)?;
-        let (call_names, work_names) = (CallNames::default(), Texts::default());
-        Ok(Self { tables, strings, capture: Capture::default(), call_names, work_names, untimed: BTreeMap::new() })
+        Ok(Self {
+            tables,
+            strings,
+            capture: Capture::default(),
+            call_names: CallNames::default(),
+            work_names: Texts::default(),
+            untimed: BTreeMap::new(),
+            samples: Vec::new(),
+            empty_samples: 0,
+        })
     }
 
     fn read(mut self) -> rusqlite::Result<Capture> {
@@ -130,7 +145,7 @@ impl<'t, 'c> Reader<'t, 'c> {
         self.nvtx()?;
         self.overhead()?;
         self.diagnostics()?;
-        let Self { mut capture, call_names, work_names, untimed, strings, tables } = self;
+        let Self { mut capture, call_names, work_names, untimed, strings, tables, samples, empty_samples } = self;
         capture.call_names = call_names.list;
         capture.work_names = work_names.list;
         let missing = [
@@ -158,7 +173,14 @@ impl<'t, 'c> Reader<'t, 'c> {
                 "{count} {kind} have no valid times, because the profiler dropped them; they are left out."
             ));
         }
+        if samples.is_empty() && empty_samples > 0 {
+            capture.notes.push(
+                "The capture has call stacks of Python, and the export does not; export it again with Nsight Systems 2024.6 or later."
+                    .to_owned(),
+            );
+        }
         capture.join();
+        python::attach(&mut capture, samples, |capture, call| has_stack(capture.call_name(call)));
         Ok(capture)
     }
 
@@ -185,14 +207,18 @@ impl<'t, 'c> Reader<'t, 'c> {
         }
         let name = tables.first(RUNTIME, &["nameId"]);
         let chain = tables.first(RUNTIME, &["callchainId"]);
+        let class = tables.first(RUNTIME, &["eventClass"]);
+        let backtraces = self.backtraces()?;
         let columns = ["start", "end", "globalTid", "correlationId", "returnValue"]
             .map(|column| tables.first(RUNTIME, &[column]));
         let [start, end, thread, correlation, result] = &columns;
         let mut chains: Vec<(usize, i64)> = Vec::new();
         let mut known: HashMap<(i64, i64, usize), usize> = HashMap::new();
+        // Chains of records of backtraces, whose calls may come later.
+        let mut records: Vec<((i64, i64, usize), i64)> = Vec::new();
         let (calls, untimed) = (&mut self.capture.calls, &mut self.untimed);
         let (strings, call_names) = (&mut self.strings, &mut self.call_names);
-        tables.each(RUNTIME, &[start, end, thread, correlation, &name, &chain, result], "", |row| {
+        tables.each(RUNTIME, &[start, end, thread, correlation, &name, &chain, result, &class], "", |row| {
             let Some((start, end)) = interval(row, 0, 1) else {
                 *untimed.entry("CUDA calls").or_default() += 1;
                 return;
@@ -205,7 +231,11 @@ impl<'t, 'c> Reader<'t, 'c> {
             let thread = integer(row, 2).unwrap_or(0);
             let correlation = integer(row, 3).unwrap_or(0);
             let chain = integer(row, 5).filter(|&chain| chain > 0).filter(|_| has_stack(&call_names.list[number]));
-            // A backtrace may be a record of its own beside the call's.
+            if integer(row, 7).is_some_and(|class| backtraces.contains(&class)) {
+                records.extend(chain.map(|chain| ((thread, correlation, number), chain)));
+                return;
+            }
+            // Such a record may lack its class.
             let index = match known.entry((thread, correlation, number)) {
                 Entry::Occupied(call) if correlation != 0 => {
                     chains.extend(chain.map(|chain| (*call.get(), chain)));
@@ -231,8 +261,21 @@ impl<'t, 'c> Reader<'t, 'c> {
                 stack: None,
             });
         })?;
+        chains.extend(records.iter().filter_map(|(key, chain)| Some((*known.get(key)?, *chain))));
         self.stacks(&chains)?;
         self.details()
+    }
+
+    /// The classes of records of backtraces.
+    fn backtraces(&self) -> rusqlite::Result<Vec<i64>> {
+        let mut classes = Vec::new();
+        if self.tables.has(CLASSES, "id") && self.tables.has(CLASSES, "name") {
+            self.tables.each(CLASSES, &["id", "name"], "", |row| {
+                let is_one = text(row, 1).is_some_and(|name| name.contains("CUDABACKTRACE"));
+                classes.extend(integer(row, 0).filter(|_| is_one));
+            })?;
+        }
+        Ok(if classes.is_empty() { BACKTRACES.to_vec() } else { classes })
     }
 
     /// Streams, events and sizes of calls, from other tables.
@@ -387,7 +430,7 @@ impl<'t, 'c> Reader<'t, 'c> {
 
     fn nvtx(&mut self) -> rusqlite::Result<()> {
         let tables = self.tables;
-        let Self { strings, capture, .. } = self;
+        let Self { strings, capture, samples, empty_samples, .. } = self;
         if tables.has("ThreadNames", "globalTid") && tables.has("ThreadNames", "nameId") {
             let callers: HashSet<i64> = capture.calls.iter().map(|call| call.thread).collect();
             tables.each("ThreadNames", &["globalTid", "nameId"], "", |row| {
@@ -400,8 +443,20 @@ impl<'t, 'c> Reader<'t, 'c> {
         if !tables.contains(NVTX) {
             return Ok(());
         }
-        let columns = ["start", "end", "eventType", "text", "textId", "globalTid", "endGlobalTid", "uint64Value"]
-            .map(|column| tables.first(NVTX, &[column]));
+        let python = python::domains(tables, NVTX, strings)?;
+        let columns = [
+            "start",
+            "end",
+            "eventType",
+            "text",
+            "textId",
+            "globalTid",
+            "endGlobalTid",
+            "uint64Value",
+            "domainId",
+            "binaryData",
+        ]
+        .map(|column| tables.first(NVTX, &[column]));
         let columns: Vec<&str> = columns.iter().map(String::as_str).collect();
         let wanted = format!("WHERE eventType IN ({MARK}, {THREAD_NAME}, {PUSH_POP}, {STREAM_NAME})");
         tables.each(NVTX, &columns, &wanted, |row| {
@@ -417,7 +472,12 @@ impl<'t, 'c> Reader<'t, 'c> {
                     capture.streams.insert(integer(row, 7).unwrap_or(0), text);
                 }
                 Some(MARK) => {
-                    if let Some(time) = integer(row, 0) {
+                    let Some(time) = integer(row, 0) else { return };
+                    if integer(row, 8).is_some_and(|domain| python.contains(&(thread >> 24, domain))) {
+                        let sample = blob(row, 9).and_then(|data| python::sample(time, thread, data, strings));
+                        *empty_samples += u64::from(sample.is_none());
+                        samples.extend(sample);
+                    } else {
                         capture.marks.push(Mark { time, text, thread });
                     }
                 }

@@ -11,6 +11,7 @@ mod extracted;
 pub mod idle;
 pub mod names;
 pub mod places;
+pub mod python;
 mod queue;
 mod tables;
 

@@ -84,6 +84,14 @@ pub(crate) fn text(row: &Row<'_>, column: usize) -> Option<String> {
     }
 }
 
+/// Bytes; anything else is absent.
+pub(crate) fn blob<'r>(row: &'r Row<'_>, column: usize) -> Option<&'r [u8]> {
+    match row.get_ref(column) {
+        Ok(ValueRef::Blob(bytes)) => Some(bytes),
+        _ => None,
+    }
+}
+
 /// Start and end, if both were collected: a profiler that ran out of buffers leaves zeros, or an end before the start.
 pub(crate) fn interval(row: &Row<'_>, start: usize, end: usize) -> Option<(i64, i64)> {
     let (start, end) = (integer(row, start)?, integer(row, end)?);

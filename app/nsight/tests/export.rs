@@ -1,6 +1,6 @@
 //! Exports that lack something, that are damaged, or that are not exports.
 
-use crate::common::{Export, PROCESS, THREAD, Version, file, open, training};
+use crate::common::{Export, OTHER_THREAD, PROCESS, THREAD, Version, file, open, training};
 use vramlab_nsight::{Error, attribute, read};
 
 #[test]
@@ -123,6 +123,97 @@ fn a_record_of_a_backtrace_is_not_a_second_call() {
     let calls: Vec<_> = capture.calls.iter().filter(|call| call.correlation == wait).collect();
     assert_eq!(calls.len(), 1);
     assert_eq!(capture.stacks[calls[0].stack.unwrap()], ["step (train.py:12)"]);
+}
+
+#[test]
+fn a_backtrace_without_version_and_with_other_times_is_not_a_second_call() {
+    let mut export = Export::new(Version::New);
+    let insert = |export: &mut Export, class: i64, name: &str, span: (i64, i64), chain: Option<i64>| {
+        let name = export.string(name);
+        let values: [(&str, &dyn rusqlite::ToSql); 7] = [
+            ("start", &span.0),
+            ("end", &span.1),
+            ("eventClass", &class),
+            ("globalTid", &THREAD),
+            ("correlationId", &17),
+            ("nameId", &name),
+            ("callchainId", &chain),
+        ];
+        export.insert("CUPTI_ACTIVITY_KIND_RUNTIME", &values);
+    };
+    // The order of rows is not guaranteed.
+    insert(&mut export, 67, "cudaEventSynchronize", (124, 131), Some(5));
+    insert(&mut export, 0, "cudaEventSynchronize_v3020", (125, 130), None);
+    let symbol = export.string("wait(Event&)");
+    export.insert("CUDA_CALLCHAINS", &[("id", &5), ("symbol", &symbol), ("stackDepth", &0)]);
+    let capture = export.capture();
+    let calls: Vec<_> = capture.calls.iter().map(|call| (call.start, call.end)).collect();
+    assert_eq!(calls, [(125, 130)]);
+    assert_eq!(capture.stacks[capture.calls[0].stack.unwrap()], ["wait(Event&)"]);
+}
+
+#[test]
+fn python_stacks_belong_to_the_calls_around_them() {
+    let mut export = training(Version::New, 2);
+    let marks = export.capture().marks.len();
+    let module = ("&lt;module&gt;", "/home/me/train.py", 40);
+    let free = export.call("cudaFree_v3020", 100_000, 100_500);
+    let inner = export.call("cuMemFree_v2", 100_010, 100_490);
+    // Inside of both.
+    export.python(THREAD, 100_480, 2, &[("step", "/home/me/train.py", 12), module]);
+    // Just behind: a stack of an event belongs to the call, and a sample does not.
+    let synchronize = export.call("cudaDeviceSynchronize_v3020", 200_000, 200_500);
+    export.python(THREAD, 200_510, 2, &[("evaluate", "/home/me/train.py", 20)]);
+    let sampled = export.call("cudaStreamSynchronize_v3020", 300_000, 900_000);
+    export.python(THREAD, 299_000, 1, &[("other", "/home/me/train.py", 1)]);
+    export.python(THREAD, 600_000, 1, &[("load", "/home/me/data.py", 7)]);
+    export.python(THREAD, 910_000, 1, &[("other", "/home/me/train.py", 1)]);
+    // Far from any call, of another thread, and a launch, which has no stack.
+    export.python(THREAD, 1_500_000, 2, &[("other", "/home/me/train.py", 1)]);
+    export.python(OTHER_THREAD, 100_480, 2, &[("other", "/home/me/train.py", 1)]);
+    let launch = export.kernel("k", (2_000_000, 2_000_100), (2_000_200, 2_000_300));
+    export.python(THREAD, 2_000_050, 2, &[("other", "/home/me/train.py", 1)]);
+    let capture = export.capture();
+    let stack = |correlation: i64| {
+        let call = capture.calls.iter().find(|call| call.correlation == correlation).unwrap();
+        call.stack.map(|stack| capture.stacks[stack].join(", "))
+    };
+    let step = Some("step (/home/me/train.py:12), <module> (/home/me/train.py:40)".to_owned());
+    assert_eq!((stack(free), stack(inner)), (step.clone(), step));
+    assert_eq!(stack(synchronize).as_deref(), Some("evaluate (/home/me/train.py:20)"));
+    assert_eq!(stack(sampled).as_deref(), Some("load (/home/me/data.py:7)"));
+    assert_eq!(stack(launch), None);
+    assert_eq!(capture.marks.len(), marks, "stacks are not marks of the program");
+    assert!(capture.stacks.iter().flatten().all(|frame| !frame.starts_with("other")));
+}
+
+#[test]
+fn python_frames_stand_behind_native_ones() {
+    let mut export = Export::new(Version::New);
+    let free = export.memory_call("cudaFree_v3020", 20, 30, 64);
+    let sql = "UPDATE CUPTI_ACTIVITY_KIND_RUNTIME SET callchainId = 9 WHERE correlationId = ?1";
+    export.db.execute(sql, [free]).unwrap();
+    let symbol = export.string("c10::free(void*)");
+    export.insert("CUDA_CALLCHAINS", &[("id", &9), ("symbol", &symbol), ("stackDepth", &0)]);
+    export.python(THREAD, 29, 2, &[("step", "train.py", 12)]);
+    let capture = export.capture();
+    assert_eq!(capture.stacks[capture.calls[0].stack.unwrap()], ["c10::free(void*)", "step (train.py:12)"]);
+}
+
+#[test]
+fn an_export_that_lost_python_stacks_says_so() {
+    let mut export = training(Version::Old, 2);
+    assert!(export.capture().notes.iter().all(|note| !note.contains("Python")));
+    export.python(THREAD, 10, 2, &[("step", "train.py", 12)]);
+    let notes = export.capture().notes;
+    assert!(notes.iter().any(|note| note.contains("Python") && note.contains("2024.6")), "{notes:?}");
+    // Damaged payloads are no stacks either.
+    let mut export = training(Version::New, 2);
+    export.python(THREAD, 10, 2, &[("step", "train.py", 12)]);
+    for data in ["x''", "x'01000000'", "zeroblob(40)", "zeroblob(4000)", "replace(hex(zeroblob(99)), '0', 'f')"] {
+        export.db.execute(&format!("UPDATE NVTX_EVENTS SET binaryData = {data} WHERE eventType = 34"), []).unwrap();
+        assert!(export.capture().notes.iter().any(|note| note.contains("Python")), "{data}");
+    }
 }
 
 #[test]

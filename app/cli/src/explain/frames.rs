@@ -249,6 +249,16 @@ pub(super) fn short(file: &str) -> String {
     parts.nth(1).map_or(file, |(at, _)| &file[at + 1..]).to_owned()
 }
 
+/// Whether a Python frame is one of the user's program.
+pub(crate) fn is_program(name: &str, file: &str) -> bool {
+    Kind::new(name, file) == Kind::User
+}
+
+/// A frame as text, with a short path: `proj/train.py:14 step`.
+pub(crate) fn text(name: &str, file: &str, line: u32) -> String {
+    place(name, file, line, short)
+}
+
 /// A frame as text: `proj/train.py:14 step`.
 pub(super) fn place(name: &str, file: &str, line: u32, shown: impl Fn(&str) -> String) -> String {
     match (file, line) {

@@ -42,16 +42,19 @@ pub(crate) fn write(
         picture::svg(capture, attribution, &window),
         picture::legend(),
     );
-    html += "<table><tr><th>call<th>calls<th>time<th>waiting<th>waited<th>behind</tr>";
+    let has_sites = !summary.tables.sites.is_empty();
+    let at = if has_sites { "<th>at" } else { "" };
+    let _ = write!(html, "<table><tr><th>call<th>calls<th>time<th>waiting<th>waited{at}<th>behind</tr>");
     for row in screen::rows(summary, usize::MAX) {
         let _ = write!(
             html,
-            "<tr><td>{}<td>{}<td>{}<td>{}<td>{}<td>{}</tr>",
+            "<tr><td>{}<td>{}<td>{}<td>{}<td>{}{}<td>{}</tr>",
             escaped(&row.call),
             row.calls,
             row.time,
             row.waiting,
             row.waited,
+            if has_sites { format!("<td>{}", escaped(&row.at)) } else { String::new() },
             escaped(&row.behind)
         );
     }

@@ -1,9 +1,11 @@
 //! The screen of `vramlab nsight`: one sentence, one table, the next command.
 
 use crate::nsight::NsightArgs;
+use crate::nsight::sites::SiteRow;
 use crate::nsight::summary::{CallRow, Summary};
 use std::collections::BTreeMap;
 use terminal::{Column, Page, Table, command, duration, quoted};
+use vramlab_nsight::python;
 
 /// A share of all waits that names the work behind them.
 const MOST: f64 = 0.5;
@@ -49,8 +51,9 @@ pub(crate) fn sentence(summary: &Summary) -> String {
         let share = if share >= 0.995 { String::new() } else { format!("{:.0} % of it ", 100.0 * share) };
         format!(", {share}behind {}", row.waited_for)
     });
+    let at = site(summary, call).map_or(String::new(), |(site, _)| format!(", most of them at {site}"));
     format!(
-        "{} waited {} in {} of {} calls{behind}. {total}",
+        "{} waited {} in {} of {} calls{at}{behind}. {total}",
         call.call,
         time(call.blocked_ns),
         call.waited,
@@ -67,6 +70,18 @@ pub(crate) struct Row {
     pub(crate) waited: String,
     pub(crate) idle_cost: String,
     pub(crate) behind: String,
+    /// The line of the program.
+    pub(crate) at: String,
+}
+
+/// The line of the program that lost most of a call's time, and its share of the time that lines are known of.
+fn site<'s>(summary: &'s Summary, call: &CallRow) -> Option<(&'s str, f64)> {
+    // They are in the order of their waits.
+    let mut own = summary.tables.sites.iter().filter(|row| row.call == call.call).peekable();
+    let first = *own.peek()?;
+    let weight = |row: &SiteRow| if first.blocked_ns > 0 { row.blocked_ns } else { row.total_ns };
+    let whole = own.map(weight).sum();
+    Some((&first.site, ratio(weight(first), whole)))
 }
 
 /// The rows of the table of calls, most time lost first.
@@ -91,23 +106,31 @@ pub(crate) fn rows(summary: &Summary, top: usize) -> Vec<Row> {
             waited: if row.waited > 0 { row.waited.to_string() } else { String::new() },
             idle_cost: row.idle_cost_ns.map(time).unwrap_or_default(),
             behind: work.unwrap_or_default(),
+            at: site(summary, row).map_or(String::new(), |(site, share)| match share {
+                share if share >= 0.995 => site.to_owned(),
+                share => format!("{site} ({:.0} %)", 100.0 * share),
+            }),
         }
     };
     summary.tables.calls.iter().take(top).map(row).collect()
 }
 
 fn calls(summary: &Summary, top: usize) -> Table {
-    let mut table = Table::new([
+    let has_sites = !summary.tables.sites.is_empty();
+    let columns = [
         Column::left("call"),
         Column::right("calls"),
         Column::right("time"),
         Column::right("waiting"),
         Column::right("waited"),
-        Column::right("idle cost").priority(1),
+        // The program's line is worth more than what it would cost elsewhere.
+        Column::right("idle cost").priority(if has_sites { 3 } else { 1 }),
         Column::text("mostly behind").priority(2),
-    ]);
+    ];
+    let mut table = Table::new(columns.into_iter().chain(has_sites.then(|| Column::text("mostly at").priority(1))));
     for row in rows(summary, top) {
-        table.row([row.call, row.calls, row.time, row.waiting, row.waited, row.idle_cost, row.behind]);
+        let cells = [row.call, row.calls, row.time, row.waiting, row.waited, row.idle_cost, row.behind];
+        table.row(cells.into_iter().chain(has_sites.then_some(row.at)));
     }
     table
 }
@@ -189,7 +212,7 @@ fn tables(page: &mut Page, summary: &Summary, top: usize) {
 /// The innermost frames of a stack: those of Python where it has any, because a Python program's author knows no others.
 pub(crate) fn frames(stack: &[String]) -> Vec<&str> {
     const SHOWN: usize = 4;
-    let python = |frame: &&String| [".py:", ".py\"", ".py)", ".ipynb"].iter().any(|part| frame.contains(part));
+    let python = |frame: &&String| python::is_python(frame);
     let frames: Vec<&str> = stack.iter().filter(python).take(SHOWN).map(String::as_str).collect();
     if frames.is_empty() { stack.iter().take(SHOWN).map(String::as_str).collect() } else { frames }
 }

@@ -1,6 +1,7 @@
 //! The tables of a capture. The keys are described in `schema.md`.
 
 use super::rows::CaptureRows;
+use super::sites::{self, SiteRow};
 use serde::Serialize;
 use std::collections::{BTreeMap, HashMap};
 use vramlab_nsight::{Attribution, Capture, Source, Wait, WorkKind, idle, names, places};
@@ -48,6 +49,9 @@ pub(crate) struct Tables {
     /// Call stacks of memory calls and of calls that may wait, where they were captured.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(crate) stacks: Vec<StackRow>,
+    /// The same by the line of the program that made the calls.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(crate) sites: Vec<SiteRow>,
     pub(crate) gpu_idle: Vec<IdleRow>,
     pub(crate) launch_gaps: Vec<LaunchRow>,
     pub(crate) allocator: Vec<PlaceRow>,
@@ -100,6 +104,9 @@ pub(crate) struct WaitRow {
     pub(crate) work_end_ns: i64,
     pub(crate) launched_ns: Option<i64>,
     pub(crate) launch_path: String,
+    /// The line of the program that made the call.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) site: Option<String>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(crate) stack: Vec<String>,
 }
@@ -192,6 +199,7 @@ impl Summary {
                 waited_for: behind(capture, &attribution.waits),
                 blocked_by_range: by_range(capture, &attribution.waits),
                 stacks: stacks(capture, &attribution.waits),
+                sites: sites::rows(capture, attribution),
                 gpu_idle: idle::by_cause(capture, None)
                     .into_iter()
                     .map(|row| IdleRow {
@@ -295,6 +303,7 @@ fn blocked(capture: &Capture, wait: &Wait) -> WaitRow {
         work_end_ns: work.end,
         launched_ns: work.call.map(|launch| capture.calls[launch].start),
         launch_path: capture.launch_path(work),
+        site: call.stack.and_then(|stack| sites::site(&capture.stacks[stack])),
         stack: call.stack.map(|stack| capture.stacks[stack].clone()).unwrap_or_default(),
     }
 }

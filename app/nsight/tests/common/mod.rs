@@ -7,6 +7,8 @@ use vramlab_nsight::{Attribution, Capture, attribute, read};
 
 pub(crate) const PROCESS: i64 = 1234;
 pub(crate) const THREAD: i64 = (PROCESS << 24) | 77;
+/// A thread of the process that makes no calls.
+const PROCESS_THREAD: i64 = (PROCESS << 24) | 1;
 pub(crate) const OTHER_THREAD: i64 = (PROCESS << 24) | 78;
 const NO_STREAM: i64 = 0xFFFF_FFFF;
 
@@ -50,7 +52,11 @@ const TABLES: [(&str, &str, &str); 14] = [
         ", streamId",
     ),
     ("CUDA_CALLCHAINS", "id, symbol, module, unresolved, originalIP, stackDepth", ""),
-    ("NVTX_EVENTS", "start, end, eventType, text, globalTid, endGlobalTid, textId, uint64Value", ", binaryData"),
+    (
+        "NVTX_EVENTS",
+        "start, end, eventType, text, globalTid, endGlobalTid, textId, domainId, uint64Value",
+        ", binaryData",
+    ),
     ("PROFILER_OVERHEAD", "start, end, globalTid, nameId", ", overheadType"),
     ("TARGET_INFO_NVTX_CUDA_STREAM", "name, deviceId, contextId, streamId", ""),
     ("DIAGNOSTIC_EVENT", "timestamp, severity, text, globalPid", ""),
@@ -233,6 +239,34 @@ impl Export {
 
     pub(crate) fn range(&mut self, text: &str, start: i64, end: i64) {
         self.range_on(THREAD, text, start, end);
+    }
+
+    /// A Python stack as `--python-backtrace=cuda` (source 2) and `--python-sampling=true` (1) collect it; old exports lose the frames.
+    pub(crate) fn python(&mut self, thread: i64, time: i64, source: u32, frames: &[(&str, &str, u64)]) {
+        const DOMAIN: u32 = 4;
+        let created: [(&str, &dyn ToSql); 5] = [
+            ("start", &0),
+            ("eventType", &75),
+            ("text", &"Python Backtrace"),
+            ("globalTid", &PROCESS_THREAD),
+            ("domainId", &DOMAIN),
+        ];
+        self.insert("NVTX_EVENTS", &created);
+        let mut payload = [1_u32.to_le_bytes(), source.to_le_bytes()].concat();
+        payload.extend((frames.len() as u64).to_le_bytes());
+        for (function, file, line) in frames {
+            let [function, file] = [function, file].map(|text| self.string(text) as u64);
+            payload.extend([function, file, *line].iter().flat_map(|word| word.to_le_bytes()));
+        }
+        // Domain, schema, the size of the payload, the size of both.
+        let words = [u64::from(DOMAIN), 3, payload.len() as u64, payload.len() as u64 + 32];
+        let data: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).chain(payload).collect();
+        let mut values: Vec<(&str, &dyn ToSql)> =
+            vec![("start", &time), ("eventType", &34), ("text", &""), ("globalTid", &thread), ("domainId", &DOMAIN)];
+        if self.version == Version::New {
+            values.push(("binaryData", &data));
+        }
+        self.insert("NVTX_EVENTS", &values);
     }
 
     pub(crate) fn capture(&self) -> Capture {
