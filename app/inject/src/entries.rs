@@ -41,10 +41,23 @@ pub(crate) struct Blocked {
     pub(crate) behind: u16,
 }
 
-/// The record of a call that began at `start_ns`.
+/// The record of a call that began at `start_ns`, on the current device.
 fn recorded(about: About, served: Served, addr: u64, start_ns: u64, blocked: Blocked, code: i32) -> CallRecord {
+    recorded_on(serve::device(), about, served, addr, start_ns, blocked, code)
+}
+
+/// The same on a device that is known.
+fn recorded_on(
+    device: i32,
+    about: About,
+    served: Served,
+    addr: u64,
+    start_ns: u64,
+    blocked: Blocked,
+    code: i32,
+) -> CallRecord {
     // CAST: devices are few, and codes are not negative.
-    let device = serve::device() as u8;
+    let device = device as u8;
     let About { call, bytes, stream } = about;
     let total_ns = record::now().saturating_sub(start_ns);
     let code = u16::try_from(code).unwrap_or(u16::MAX);

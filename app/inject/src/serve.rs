@@ -48,6 +48,8 @@ pub(crate) struct Served {
     pending: Mutex<Pending<Item>>,
     /// Blocks in `pending`.
     waiting: AtomicUsize,
+    /// When the next look at them is due.
+    due_ns: AtomicU64,
     /// Bytes of the blocks that the program holds.
     live: AtomicU64,
 }
@@ -199,6 +201,7 @@ fn open(context: u64) -> Result<Option<&'static Served>, String> {
         streams: Mutex::default(),
         pending: Mutex::default(),
         waiting: AtomicUsize::new(0),
+        due_ns: AtomicU64::new(0),
         live: AtomicU64::new(0),
     };
     Ok(Some(Box::leak(Box::new(served))))
@@ -287,13 +290,13 @@ impl Served {
     }
 
     /// Memory for the program, on the stream `handle`, or for all streams where that is the legacy one; else the driver's code. `None`
-    /// after a fault of the allocator.
-    pub(crate) fn allocate(&'static self, bytes: u64, handle: u64) -> Option<Result<u64, i32>> {
-        whole(|| self.allocate_unguarded(bytes, handle))
+    /// after a fault of the allocator. `now`: the time, or 0 if it was not read.
+    pub(crate) fn allocate(&'static self, bytes: u64, handle: u64, now: u64) -> Option<Result<u64, i32>> {
+        whole(|| self.allocate_unguarded(bytes, handle, now))
     }
 
-    fn allocate_unguarded(&'static self, bytes: u64, handle: u64) -> Result<u64, i32> {
-        if self.waiting.load(Acquire) > 0 && lock(&self.pending).is_due() {
+    fn allocate_unguarded(&'static self, bytes: u64, handle: u64, now: u64) -> Result<u64, i32> {
+        if self.waiting.load(Acquire) > 0 && !streams::is_capturing() && time(now) >= self.due_ns.load(Acquire) {
             self.collect(false);
         }
         let stream = self.stream(handle)?;
@@ -313,8 +316,8 @@ impl Served {
         Ok(addr)
     }
 
-    /// Takes memory back that any stream may have used. Returns how long it waited.
-    pub(crate) fn free(&self, held: Held) -> Blocked {
+    /// Takes memory back that any stream may have used. Returns how long it waited. `now`: the time, or 0 if it was not read.
+    pub(crate) fn free(&self, held: Held, now: u64) -> Blocked {
         self.live.fetch_sub(held.block.bytes(), Relaxed);
         let item = Item { block: held.block, stream: held.stream };
         if settings::get().free == Free::Waits && !streams::is_capturing() {
@@ -327,11 +330,7 @@ impl Served {
             return Blocked::default();
         }
         self.waiting.fetch_add(1, AcqRel);
-        let full = {
-            let mut pending = lock(&self.pending);
-            pending.add(item);
-            pending.is_full()
-        };
+        let full = self.wait_for_all(&mut lock(&self.pending), item, now);
         // Requests look at what waits; here only the number of events is limited.
         if full {
             self.collect(false);
@@ -354,8 +353,15 @@ impl Served {
             false => self.inside(|| lock(&self.pending).add_on(item, self.context, handle)),
         };
         if let Err(item) = sealed {
-            lock(&self.pending).add(item);
+            self.wait_for_all(&mut lock(&self.pending), item, 0);
         }
+    }
+
+    /// Lets a block wait for all streams. Returns whether as many wait without events as may.
+    fn wait_for_all(&self, pending: &mut Pending<Item>, item: Item, now: u64) -> bool {
+        pending.add_at(item, || time(now));
+        self.due_ns.store(pending.due_ns(), Release);
+        pending.is_full()
     }
 
     fn give_back(&self, item: Item) {
@@ -369,7 +375,12 @@ impl Served {
 
     /// Takes back what is no longer used. With `all` it waits for everything that was freed.
     fn collect(&self, all: bool) {
-        let items = self.inside(|| lock(&self.pending).collect(self.context, all));
+        let items = self.inside(|| {
+            let mut pending = lock(&self.pending);
+            let items = pending.collect(self.context, all);
+            self.due_ns.store(pending.due_ns(), Release);
+            items
+        });
         self.waiting.fetch_sub(items.len(), AcqRel);
         items.into_iter().for_each(|item| self.give_back(item));
     }
@@ -392,6 +403,11 @@ impl Served {
         self.allocator.forget_stream(stream);
         let _ = self.driver.stream_forget(stream);
     }
+}
+
+/// The time, if it was not read yet.
+fn time(now: u64) -> u64 {
+    if now == 0 { crate::record::now() } else { now }
 }
 
 /// Fills memory with bytes that are NaN in every floating-point format, and waits.

@@ -158,6 +158,15 @@ fn every_way_in_is_served_by_the_allocator() {
 
 #[test]
 #[ignore = "needs a C compiler"]
+fn a_recorded_call_that_is_served_asks_for_no_device() {
+    let (built, folder) = (Built::get(), tempfile::tempdir().unwrap());
+    let served = equal(&mut built.with("dlsym", "loop", Some("caching"), folder.path()));
+    // 200 allocations and as many frees; the device is asked for when the allocator is made, and for its segment.
+    assert!(driver_calls(&served, "device") < 20, "{served}");
+}
+
+#[test]
+#[ignore = "needs a C compiler"]
 fn every_allocator_serves() {
     let (built, folder) = (Built::get(), tempfile::tempdir().unwrap());
     // Those that need virtual memory management, pools or a plan find none here, and leave memory to the driver.

@@ -1,6 +1,6 @@
 //! Memory of the device: what an allocator serves.
 
-use super::{About, Blocked, pass_timed, recorded};
+use super::{About, Blocked, pass_timed, recorded, recorded_on};
 use crate::guard::call;
 use crate::pool;
 use crate::real::real;
@@ -37,8 +37,8 @@ unsafe fn allocate(about: About, out: *mut u64, may_serve: bool, pass: impl FnMu
     let start = record::start();
     let serves = may_serve && !out.is_null() && about.bytes > 0 && !streams::is_capturing();
     let served = if serves { serve::current() } else { None };
-    let served = served.and_then(|served| served.allocate(about.bytes, about.stream));
-    let Some(served) = served else {
+    let served = served.and_then(|served| Some((served.device, served.allocate(about.bytes, about.stream, start)?)));
+    let Some((device, served)) = served else {
         if settings::get().alloc.is_some() {
             record::count(Counter::Passed, 1);
         }
@@ -59,7 +59,7 @@ unsafe fn allocate(about: About, out: *mut u64, may_serve: bool, pass: impl FnMu
         Err(code) => (0, code),
     };
     if record::is_on() {
-        let done = recorded(about, Served::Allocator, addr, start, Blocked::default(), code);
+        let done = recorded_on(device, about, Served::Allocator, addr, start, Blocked::default(), code);
         record::place().fill(done);
     }
     code
@@ -156,9 +156,9 @@ fn free(addr: u64) -> i32 {
         let about = About { call: Call::Free, bytes: held.bytes, stream: held.handle };
         let place = record::place();
         let served = held.served;
-        let blocked = served.free(held);
+        let blocked = served.free(held, start);
         if record::is_on() {
-            place.fill(recorded(about, Served::Allocator, addr, start, blocked, SUCCESS));
+            place.fill(recorded_on(served.device, about, Served::Allocator, addr, start, blocked, SUCCESS));
         }
         return SUCCESS;
     }

@@ -1,7 +1,8 @@
 //! Blocks that the program holds, by address, and the segments that they lie in.
 
 use super::{Served, lock, next_buffer_id};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
+use std::hash::{BuildHasherDefault, Hasher};
 use std::sync::Mutex;
 use vramlab_device::StreamId;
 use vramlab_policies::Block;
@@ -34,7 +35,31 @@ pub(crate) struct Range {
     pub(crate) buffer_id: u64,
 }
 
-static HELD: Mutex<BTreeMap<u64, Held>> = Mutex::new(BTreeMap::new());
+/// A hash of an address. Addresses are the allocators' own, so that nobody chooses ones that collide.
+#[derive(Default)]
+struct AddressHasher(u64);
+
+impl Hasher for AddressHasher {
+    fn write(&mut self, bytes: &[u8]) {
+        bytes.iter().for_each(|byte| self.write_u64(self.0.rotate_left(8) ^ u64::from(*byte)));
+    }
+
+    fn write_u64(&mut self, addr: u64) {
+        // 2^64 divided by the golden ratio. The halves are folded, since a table uses low bits and addresses have none.
+        let product = u128::from(addr) * 0x9e37_79b9_7f4a_7c15;
+        // CAST: both halves.
+        self.0 = (product >> 64) as u64 ^ product as u64;
+    }
+
+    fn finish(&self) -> u64 {
+        self.0
+    }
+}
+
+type ByAddress = HashMap<u64, Held, BuildHasherDefault<AddressHasher>>;
+
+/// Each call takes from it or puts into it, and few queries name an address inside of a block: so it has no order.
+static HELD: Mutex<ByAddress> = Mutex::new(HashMap::with_hasher(BuildHasherDefault::new()));
 /// Segments of allocators: bytes by first address.
 static SEGMENTS: Mutex<BTreeMap<u64, u64>> = Mutex::new(BTreeMap::new());
 
@@ -52,12 +77,15 @@ pub(crate) fn holder(addr: u64) -> Option<(&'static Served, u64, u64)> {
     lock(&HELD).get(&addr).map(|held| (held.served, held.handle, held.bytes))
 }
 
-/// The allocation that an address lies in.
+/// The allocation that an address lies in. O(1) for its first address, else O(blocks).
 pub(crate) fn range_of(addr: u64) -> Option<Range> {
     let held = lock(&HELD);
-    let (base, found) = held.range(..=addr).next_back()?;
-    let inside = addr - base < found.bytes;
-    inside.then_some(Range { base: *base, bytes: found.bytes, buffer_id: found.buffer_id })
+    let inside = |(base, held): &(&u64, &Held)| addr.checked_sub(**base).is_some_and(|offset| offset < held.bytes);
+    let (base, found) = held.get_key_value(&addr).filter(inside).or_else(|| {
+        // An address of the driver's memory needs no search.
+        owns(addr).then(|| held.iter().find(inside)).flatten()
+    })?;
+    Some(Range { base: *base, bytes: found.bytes, buffer_id: found.buffer_id })
 }
 
 /// Whether an address lies in memory of an allocator.

@@ -73,10 +73,20 @@ impl<T> Pending<T> {
 
     /// Takes memory that waits for all streams.
     pub(crate) fn add(&mut self, item: T) {
+        self.add_at(item, record::now);
+    }
+
+    /// The same with a clock, which is read for the first of those that get events together.
+    pub(super) fn add_at(&mut self, item: T, now: impl FnOnce() -> u64) {
         if self.open.is_empty() {
-            self.due_ns = self.due_ns.max(record::now().saturating_add(PERIOD));
+            self.due_ns = self.due_ns.max(now().saturating_add(PERIOD));
         }
         self.open.push(item);
+    }
+
+    /// When the next look is due.
+    pub(super) fn due_ns(&self) -> u64 {
+        self.due_ns
     }
 
     /// Takes memory that waits for one stream. Returns it if no event could be recorded there.

@@ -77,7 +77,7 @@ SHOWN R cuCtxSetCurrent(uintptr_t c) { if (!depth) depth = 1; stack[depth - 1] =
 SHOWN R cuCtxGetCurrent(uintptr_t* c) { *c = current(); return OK; }
 SHOWN R cuCtxPushCurrent_v2(uintptr_t c) { stack[depth++] = c; return OK; }
 SHOWN R cuCtxPopCurrent_v2(uintptr_t* c) { if (!depth) return NO_CONTEXT; *c = stack[--depth]; return OK; }
-SHOWN R cuCtxGetDevice(int* d) { if (!depth) return NO_CONTEXT; *d = device_of(current()); return OK; }
+SHOWN R cuCtxGetDevice(int* d) { CALLED; if (!depth) return NO_CONTEXT; *d = device_of(current()); return OK; }
 
 // Work: each stream has a number of waits to go.
 static long work;  // of all streams, since a test needs no more
@@ -382,4 +382,5 @@ SHOWN R cuGetProcAddress_v2(const char* name, void** out, int version, unsigned 
     if (status) *status = code != OK;
     return OK;
 }
+#endif
 #endif

@@ -525,10 +525,10 @@ int main(int count, char** words) {
         loop(100);
     }
     if (count_of("idle") >= 0 && !getenv("QUIET"))
-        printf("driver: alloc %ld free %ld async %ld record %ld synchronize %ld managed %ld pinned %ld unpinned %ld idle %ld elsewhere %ld\n",
+        printf("driver: alloc %ld free %ld async %ld record %ld synchronize %ld managed %ld pinned %ld unpinned %ld idle %ld elsewhere %ld device %ld\n",
                count_of("cuMemAlloc_v2"), count_of("cuMemFree_v2"), count_of("cuMemAllocAsync"), count_of("cuEventRecord"),
                count_of("cuCtxSynchronize"), count_of("cuMemAllocManaged"), count_of("cuMemHostAlloc"), count_of("cuMemFreeHost"),
-               count_of("idle"), count_of("elsewhere"));
+               count_of("idle"), count_of("elsewhere"), count_of("cuCtxGetDevice"));
     printf("%s\n", failures ? "failed" : "equal");
     return failures != 0;
 }
