@@ -77,7 +77,7 @@ impl CudaDriver {
     /// # Errors
     /// [`CudaUnavailable`] with the reason why no GPU can be used; with `Ok` there is at least one.
     pub fn probe() -> Result<Vec<CudaDeviceInfo>, CudaUnavailable> {
-        probe::start()?;
+        probe::start(CudaVersion::NEEDED)?;
         let count = probe::device_count()?;
         (0..count).map(|ordinal| probe::device(ordinal, count).map(|(_, info)| info)).collect()
     }
@@ -87,7 +87,11 @@ impl CudaDriver {
     /// # Errors
     /// [`CudaUnavailable`] with the reason why that GPU cannot be used.
     pub fn new(ordinal: usize) -> Result<Self, CudaUnavailable> {
-        let version = probe::start()?;
+        Self::open(ordinal, CudaVersion::NEEDED)
+    }
+
+    fn open(ordinal: usize, needed: CudaVersion) -> Result<Self, CudaUnavailable> {
+        let version = probe::start(needed)?;
         let (device, info) = probe::device(ordinal, probe::device_count()?)?;
         let elapsed = elapsed_function()?;
         let memory = vmm::Requested::new(info.memory);
@@ -122,9 +126,18 @@ impl CudaDriver {
     /// # Errors
     /// [`CudaUnavailable`] with the reason why that GPU cannot be used.
     pub fn as_guest(ordinal: usize) -> Result<Self, CudaUnavailable> {
-        probe::start()?;
+        Self::as_guest_since(ordinal, CudaVersion::NEEDED)
+    }
+
+    /// As [`as_guest`](Self::as_guest), on a driver of version `oldest` or later. On one before [`CudaVersion::NEEDED`] only memory, streams
+    /// and events may be asked for: a call about graphs or captures that libcuda lacks panics.
+    ///
+    /// # Errors
+    /// [`CudaUnavailable`] with the reason why that GPU cannot be used.
+    pub fn as_guest_since(ordinal: usize, oldest: CudaVersion) -> Result<Self, CudaUnavailable> {
+        probe::start(oldest)?;
         let before = current_context()?;
-        let opened = Self::new(ordinal).map(|mut driver| {
+        let opened = Self::open(ordinal, oldest).map(|mut driver| {
             driver.guest = true;
             driver
         });

@@ -1,6 +1,6 @@
 //! The real driver: found by its path, since its name leads here, and opened when the program first calls a function of it.
 
-use crate::forward::{Entry, HERE, NAMES, SLOTS, is_written};
+use crate::forward::{Entry, HERE, NAMES, SLOTS, at, is_written};
 use crate::settings;
 use std::collections::HashMap;
 use std::ffi::{CStr, CString, c_void};
@@ -16,6 +16,10 @@ use vramlab_device::libcuda;
 const NOT_FOUND: i32 = 500;
 /// `CUDA_ERROR_NO_DEVICE`.
 const NO_DEVICE: i32 = 100;
+/// `CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM`.
+const PER_THREAD: u64 = 2;
+/// The version of CUDA from which functions have a second ABI.
+const SECOND_ABI: i32 = 3020;
 
 /// An open library. It is never closed.
 #[derive(Clone, Copy)]
@@ -122,9 +126,6 @@ pub(crate) fn in_place_of(real: *const ()) -> Option<Entry> {
 /// As [`in_place_of`], where the driver answered with an address that it does not export: by the name that was asked for, and only for
 /// functions that are written here. Since CUDA 3.2 those with a second ABI mean that one.
 pub(crate) fn in_place_of_name(name: &CStr, version: i32, flags: u64) -> Option<Entry> {
-    /// `CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM`.
-    const PER_THREAD: u64 = 2;
-    const SECOND_ABI: i32 = 3020;
     let name = name.to_str().ok()?;
     let twin = if flags & PER_THREAD != 0 { "_ptsz" } else { "" };
     let second = if version >= SECOND_ABI { "_v2" } else { "" };
@@ -135,6 +136,30 @@ pub(crate) fn in_place_of_name(name: &CStr, version: i32, flags: u64) -> Option<
     [format!("{name}{second}{twin}"), format!("{name}{twin}"), format!("{name}{second}"), name.to_owned()]
         .iter()
         .find_map(|wanted| written(wanted))
+}
+
+/// The function of a name, as `cuGetProcAddress` of the driver would answer, on drivers that have no such function (before 11.3): ours,
+/// or the driver's. Programs find ours in this library and rely on it.
+pub(crate) fn find(name: &CStr, version: i32, flags: u64) -> Option<*const ()> {
+    let text = name.to_str().ok()?;
+    if text == "cuGetProcAddress" {
+        const SECOND: i32 = 12000;
+        let second =
+            NAMES.iter().position(|one| one.to_bytes() == b"cuGetProcAddress_v2").filter(|_| version >= SECOND);
+        let here = HERE[second.unwrap_or(at::cuGetProcAddress)]?;
+        return Some(here as *const ());
+    }
+    let twins: &[&str] = if flags & PER_THREAD != 0 { &["_ptsz", ""] } else { &[""] };
+    let abis: &[&str] = if version >= SECOND_ABI { &["_v3", "_v2", ""] } else { &[""] };
+    let names = twins.iter().flat_map(|twin| abis.iter().map(move |abi| format!("{text}{abi}{twin}")));
+    names.into_iter().find_map(|wanted| {
+        if let Some(number) = NAMES.iter().position(|one| one.to_bytes() == wanted.as_bytes()) {
+            let real = || HERE[number].map_or_else(|| address(number), |here| here as *const ());
+            return has(number).then(real);
+        }
+        let symbol = library()?.symbol(&CString::new(wanted).ok()?);
+        (!symbol.is_null()).then_some(symbol.cast_const())
+    })
 }
 
 /// Calls the driver's function of a name: `real!(cuMemFree_v2(addr: u64))`.

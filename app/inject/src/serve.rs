@@ -23,7 +23,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
 use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
-use vramlab_device::{CudaDriver, Driver, HookedDriver, StreamId};
+use vramlab_device::{CudaDriver, CudaVersion, Driver, HookedDriver, StreamId};
 use vramlab_policies::{AllocError, DeviceAllocator, Request};
 
 /// The driver's codes.
@@ -182,7 +182,7 @@ fn open(context: u64) -> Result<Option<&'static Served>, String> {
         return Ok(None);
     }
     let ordinal = usize::try_from(device).map_err(|_| format!("device {device}"))?;
-    let opened = CudaDriver::as_guest(ordinal).map_err(|error| error.to_string());
+    let opened = CudaDriver::as_guest_since(ordinal, CudaVersion::NEEDED_FOR_MEMORY).map_err(|error| error.to_string());
     // The allocator's hold on the context ends, so that the program's last one ends the context, as without this library. The driver
     // object is never dropped.
     release();

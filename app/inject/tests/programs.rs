@@ -9,6 +9,9 @@ use tempfile::TempDir;
 /// latter with the flag for per-thread streams.
 const WAYS: [&str; 6] = ["link", "dlsym", "unversioned", "address1", "address2", "ptsz"];
 
+/// Versions of older drivers that serve: without `cuGetProcAddress`, with its first ABI, and without attributes that came later.
+const OLDER: [&str; 3] = ["11020", "11080", "12020"];
+
 /// Longest run of a program.
 const SECONDS: &str = "120";
 
@@ -54,12 +57,13 @@ impl Built {
                 "libcuda.so.1",
                 &["-shared", "-fPIC", "-Wl,-Bsymbolic", "-Wl,-soname,libcuda.so.1", "-ldl", "-lpthread"],
             );
-            std::fs::create_dir(built.path("old")).expect("a folder should be made");
-            built.compile(
-                "driver.c",
-                "old/libcuda.so.1",
-                &["-DOLD", "-shared", "-fPIC", "-Wl,-Bsymbolic", "-Wl,-soname,libcuda.so.1", "-ldl", "-lpthread"],
-            );
+            for version in ["11010"].iter().chain(&OLDER) {
+                std::fs::create_dir(built.path(version)).expect("a folder should be made");
+                let version_flag = format!("-DDRIVER={version}");
+                let shared = ["-shared", "-fPIC", "-Wl,-Bsymbolic", "-Wl,-soname,libcuda.so.1", "-ldl", "-lpthread"];
+                let flags: Vec<&str> = std::iter::once(version_flag.as_str()).chain(shared).collect();
+                built.compile("driver.c", &format!("{version}/libcuda.so.1"), &flags);
+            }
             built.compile("program.c", "program", &["-ldl", "-lpthread"]);
             let driver = built.path("libcuda.so.1");
             built.compile("program.c", "linked", &["-Wl,--no-as-needed", &driver, "-ldl", "-lpthread"]);
@@ -240,13 +244,36 @@ fn a_driver_before_stream_ordered_memory_is_only_recorded() {
     for alloc in [None, Some("caching")] {
         for test in ["loop", "streams", "contexts"] {
             let mut command = built.with("dlsym", test, alloc, folder.path());
-            command.env("OLD_DRIVER", "1").env("VRAMLAB_CUDA", built.path("old/libcuda.so.1"));
-            command.env("LD_LIBRARY_PATH", built.path("old")).env("PLAIN", "1");
+            command.env("OLD_DRIVER", "1").env("VRAMLAB_CUDA", built.path("11010/libcuda.so.1"));
+            command.env("LD_LIBRARY_PATH", built.path("11010")).env("PLAIN", "1");
             let printed = equal(&mut command);
             let said = printed.contains("memory stays the driver's: the NVIDIA driver supports CUDA 11.1");
             assert_eq!(said, alloc.is_some(), "{printed}");
             if test == "loop" {
                 assert_eq!(driver_calls(&printed, "alloc"), 200, "{printed}");
+            }
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a C compiler"]
+fn older_drivers_serve_with_equal_results() {
+    let (built, folder) = (Built::get(), tempfile::tempdir().unwrap());
+    for version in OLDER {
+        let on = |command: &mut Command| {
+            command.env("VRAMLAB_CUDA", built.path(&format!("{version}/libcuda.so.1")));
+            equal(command.env("LD_LIBRARY_PATH", built.path(version)))
+        };
+        let plain = on(&mut built.plain("dlsym", "loop"));
+        assert_eq!(driver_calls(&plain, "alloc"), 200, "{version}: {plain}");
+        // Also where the driver has no such function, since programs find the one of the library.
+        for way in ["dlsym", "address1", "address2", "ptsz"] {
+            for test in ["loop", "streams", "capture", "contexts", "errors", "threads"] {
+                let served = on(built.with(way, test, Some("caching"), folder.path()).env("ROUNDS", "200"));
+                if test == "loop" && way != "ptsz" {
+                    assert_eq!(driver_calls(&served, "alloc"), 1, "{version}: {way}: {served}");
+                }
             }
         }
     }
@@ -318,8 +345,8 @@ fn pinned_memory_is_served_with_equal_results() {
 fn a_driver_before_stream_ordered_memory_serves_segments_of_pinned_memory() {
     let (built, folder) = (Built::get(), tempfile::tempdir().unwrap());
     let mut command = built.pinned("dlsym", "pinned", "host-exact", folder.path());
-    command.env("OLD_DRIVER", "1").env("VRAMLAB_CUDA", built.path("old/libcuda.so.1"));
-    let served = equal(command.env("LD_LIBRARY_PATH", built.path("old")));
+    command.env("OLD_DRIVER", "1").env("VRAMLAB_CUDA", built.path("11010/libcuda.so.1"));
+    let served = equal(command.env("LD_LIBRARY_PATH", built.path("11010")));
     assert_eq!(driver_calls(&served, "pinned"), 8 + 3, "{served}");
 }
 

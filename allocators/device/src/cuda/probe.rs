@@ -20,6 +20,13 @@ impl CudaVersion {
     /// The oldest sufficient version. The kernels are compiled to PTX ISA 8.4, which drivers accept from here on.
     /// <https://docs.nvidia.com/cuda/parallel-thread-execution/index.html#release-notes>
     pub const NEEDED: Self = Self { major: 12, minor: 4 };
+    /// The oldest version that serves memory to a program with kernels of its own: the one that brought stream-ordered memory.
+    pub const NEEDED_FOR_MEMORY: Self = Self { major: 11, minor: 2 };
+
+    /// The first driver of a version that is needed.
+    fn driver(self) -> u32 {
+        if self <= Self::NEEDED_FOR_MEMORY { 460 } else { 550 }
+    }
 
     /// From `cuDriverGetVersion`'s number, 1000 × major + 10 × minor.
     fn from_raw(raw: c_int) -> Self {
@@ -64,7 +71,8 @@ pub enum CudaUnavailable {
     },
     /// The driver is older than the kernels require.
     #[error(
-        "the NVIDIA driver supports CUDA {found} and {needed} is needed: install driver 550 or newer, or use --device sim"
+        "the NVIDIA driver supports CUDA {found} and {needed} is needed: install driver {} or newer, or use --device sim",
+        .needed.driver()
     )]
     DriverTooOld {
         /// The driver's version.
@@ -102,8 +110,8 @@ pub struct CudaDeviceInfo {
     pub host_page_tables: bool,
 }
 
-/// Starts the driver, if there is one that is new enough, and returns its version. Cheap when it is running.
-pub(super) fn start() -> Result<CudaVersion, CudaUnavailable> {
+/// Starts the driver, if there is one of the `needed` version, and returns its version. Cheap when it is running.
+pub(super) fn start(needed: CudaVersion) -> Result<CudaVersion, CudaUnavailable> {
     // SAFETY: loading a library runs its initialisers, which must be sound; for libcuda that is NVIDIA's promise. Every other
     // cudarc call panics when the library is missing, so this one comes first.
     if !unsafe { sys::is_culib_present() } {
@@ -121,8 +129,8 @@ pub(super) fn start() -> Result<CudaVersion, CudaUnavailable> {
     let result = unsafe { sys::cuDriverGetVersion(&raw mut raw) };
     check(CallKind::DeviceQuery, result)?;
     let version = CudaVersion::from_raw(raw);
-    if version < CudaVersion::NEEDED {
-        return Err(CudaUnavailable::DriverTooOld { found: version, needed: CudaVersion::NEEDED });
+    if version < needed {
+        return Err(CudaUnavailable::DriverTooOld { found: version, needed });
     }
     Ok(version)
 }
@@ -163,7 +171,7 @@ pub(super) fn device(ordinal: usize, count: usize) -> Result<(CUdevice, CudaDevi
         memory: MemoryProperties {
             file_descriptors: ask(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED)?
                 != 0,
-            fabric: ask(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED)? != 0,
+            fabric: ask_later(device, CUdevice_attribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED)? != 0,
             rdma: ask(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED)? != 0,
         },
         multiprocessors: ask(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
@@ -176,11 +184,24 @@ pub(super) fn device(ordinal: usize, count: usize) -> Result<(CUdevice, CudaDevi
 
 /// One attribute; the attributes that are queried here are never negative.
 fn ask(device: CUdevice, attribute: CUdevice_attribute) -> DriverResult<u32> {
+    let (value, result) = attribute_of(device, attribute);
+    check(CallKind::DeviceQuery, result)?;
+    Ok(value)
+}
+
+/// An attribute that came after [`CudaVersion::NEEDED_FOR_MEMORY`]: 0 where the driver does not know it.
+fn ask_later(device: CUdevice, attribute: CUdevice_attribute) -> DriverResult<u32> {
+    match attribute_of(device, attribute) {
+        (_, CUresult::CUDA_ERROR_INVALID_VALUE) => Ok(0),
+        (value, result) => check(CallKind::DeviceQuery, result).map(|()| value),
+    }
+}
+
+fn attribute_of(device: CUdevice, attribute: CUdevice_attribute) -> (u32, CUresult) {
     let mut value = 0;
     // SAFETY: `device` came from cuDeviceGet and the pointer is to a live integer of the type that the call writes.
     let result = unsafe { sys::cuDeviceGetAttribute(&raw mut value, attribute, device) };
-    check(CallKind::DeviceQuery, result)?;
-    Ok(value.unsigned_abs())
+    (value.unsigned_abs(), result)
 }
 
 fn name(device: CUdevice) -> DriverResult<String> {
@@ -230,7 +251,12 @@ mod tests {
             CudaUnavailable::NoDevice,
             CudaUnavailable::NoSuchDevice { asked: 3, count: 1 },
             CudaUnavailable::DriverTooOld { found: version, needed: CudaVersion::NEEDED },
+            CudaUnavailable::DriverTooOld {
+                found: CudaVersion::from_raw(11_010),
+                needed: CudaVersion::NEEDED_FOR_MEMORY,
+            },
         ];
+        assert!(reasons[4].to_string().contains("driver 550 ") && reasons[5].to_string().contains("driver 460 "));
         for text in reasons.map(|reason| reason.to_string()) {
             assert!(!text.contains('\n') && text.ends_with("use --device sim"), "{text}");
         }

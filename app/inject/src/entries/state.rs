@@ -2,8 +2,8 @@
 
 use crate::forward::at;
 use crate::guard::call;
-use crate::real::{has, in_place_of, in_place_of_name, real};
-use crate::serve::{self, SUCCESS};
+use crate::real::{find, has, in_place_of, in_place_of_name, real};
+use crate::serve::{self, INVALID_VALUE, SUCCESS};
 use crate::streams;
 use std::ffi::{CStr, c_char, c_void};
 use std::sync::atomic::Ordering::Relaxed;
@@ -35,6 +35,24 @@ unsafe fn replace(out: *mut *const (), name: *const c_char, version: i32, flags:
     }
 }
 
+/// `CUDA_ERROR_NOT_FOUND`.
+const NOT_FOUND: i32 = 500;
+
+/// Answers for a driver before 11.3, which has no `cuGetProcAddress`.
+///
+/// # Safety
+/// `out` may be written, and `name` ends with a zero byte, or they are null.
+unsafe fn answer(name: *const c_char, out: *mut *const (), version: i32, flags: u64) -> i32 {
+    if out.is_null() || name.is_null() {
+        return INVALID_VALUE;
+    }
+    // SAFETY: the caller's promise.
+    let found = find(unsafe { CStr::from_ptr(name) }, version, flags);
+    // SAFETY: the caller's promise.
+    unsafe { *out = found.unwrap_or(std::ptr::null()) };
+    if found.is_some() { SUCCESS } else { NOT_FOUND }
+}
+
 /// # Safety
 /// As of the driver's function.
 #[unsafe(no_mangle)]
@@ -49,14 +67,31 @@ pub(crate) unsafe extern "C" fn cuGetProcAddress(
             name => *const c_char, out => *mut *const (), version => i32, flags => u64
         ))
     };
-    call(pass, || {
-        let code = pass();
-        if code == SUCCESS {
-            // SAFETY: the driver has written it.
-            unsafe { replace(out, name, version, flags) };
-        }
-        code
-    })
+    // SAFETY: the caller's promise.
+    call(pass, || unsafe { first_abi(name, out, version, flags, pass) })
+}
+
+/// `cuGetProcAddress` of the first ABI, which the driver answers by `pass`.
+///
+/// # Safety
+/// As of the driver's function.
+unsafe fn first_abi(
+    name: *const c_char,
+    out: *mut *const (),
+    version: i32,
+    flags: u64,
+    pass: impl FnOnce() -> i32,
+) -> i32 {
+    if !has(at::cuGetProcAddress) && has(at::cuInit) {
+        // SAFETY: the caller's promise.
+        return unsafe { answer(name, out, version, flags) };
+    }
+    let code = pass();
+    if code == SUCCESS {
+        // SAFETY: the driver has written it.
+        unsafe { replace(out, name, version, flags) };
+    }
+    code
 }
 
 /// # Safety
@@ -75,6 +110,21 @@ pub(crate) unsafe extern "C" fn cuGetProcAddress_v2(
         ))
     };
     call(pass, || {
+        if !has(at::cuGetProcAddress_v2) && has(at::cuInit) {
+            // A driver before 12.0. The first ABI says by its code whether there is such a function, the second by a status.
+            let pass = || {
+                real!(cuGetProcAddress(
+                    name => *const c_char, out => *mut *const (), version => i32, flags => u64
+                ))
+            };
+            // SAFETY: the caller's promise.
+            let code = unsafe { first_abi(name, out, version, flags, pass) };
+            if !status.is_null() {
+                // SAFETY: the caller's promise: an enum, which is as large as an integer.
+                unsafe { *status.cast::<i32>() = i32::from(code == NOT_FOUND) };
+            }
+            return if code == NOT_FOUND { SUCCESS } else { code };
+        }
         let code = pass();
         if code == SUCCESS {
             // SAFETY: the driver has written it.

@@ -4,7 +4,8 @@
 // freeing what is not allocated is CUDA_ERROR_INVALID_VALUE. What was called is counted, and `driver_count(NAME)` says how often.
 // Pinned memory is real, DRIVER_HOST MiB at most. A copy from it reads when its work is done; `early` counts those that found other
 // bytes than were there when they were queued.
-// With OLD it is a driver before 11.2: without stream-ordered memory and without cuGetProcAddress.
+// DRIVER is its version, 13000 if it is not given. One before 11.2 has no stream-ordered memory, one before 11.3 no cuGetProcAddress, and
+// one before 12.0 only its first ABI. Attributes that came later are refused.
 
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -57,17 +58,15 @@ static uintptr_t current(void) { return depth ? stack[depth - 1] : 0; }
 static int device_of(uintptr_t context) { return context == 0x2000; }
 
 SHOWN R cuInit(unsigned flags) { CALLED; started = 1; return flags ? INVALID : OK; }
-#ifdef OLD
-enum { VERSION = 11010 };
-#else
-enum { VERSION = 13000 };
+#ifndef DRIVER
+#define DRIVER 13000
 #endif
-SHOWN R cuDriverGetVersion(int* v) { *v = VERSION; return OK; }
+SHOWN R cuDriverGetVersion(int* v) { *v = DRIVER; return OK; }
 SHOWN R cuDeviceGetCount(int* n) { if (!started) return NOT_INITIALIZED; *n = 2; return OK; }
 SHOWN R cuDeviceGet(int* d, int n) { if (!started) return NOT_INITIALIZED; *d = n; return n < 2 ? OK : 101; }
 SHOWN R cuDeviceGetName(char* s, int n, int d) { (void)d; snprintf(s, n, "no GPU"); return OK; }
 SHOWN R cuDeviceTotalMem_v2(size_t* b, int d) { (void)d; *b = TOTAL; return OK; }
-SHOWN R cuDeviceGetAttribute(int* v, int a, int d) { (void)d; *v = a == 75 ? 9 : a == 76 ? 0 : a == 16 ? 132 : 0; return OK; }
+SHOWN R cuDeviceGetAttribute(int* v, int a, int d) { (void)d; if (a > (DRIVER < 11030 ? 119 : DRIVER < 12030 ? 127 : 999)) return INVALID; *v = a == 75 ? 9 : a == 76 ? 0 : a == 16 ? 132 : 0; return OK; }
 SHOWN R cuDevicePrimaryCtxRetain(uintptr_t* c, int d) { CALLED; retained[d]++; *c = 0x1000 * (d + 1); return OK; }
 SHOWN R cuDevicePrimaryCtxRelease_v2(int d) { CALLED; if (retained[d] > 0) retained[d]--; return OK; }
 SHOWN R cuDevicePrimaryCtxGetState(int d, unsigned* f, int* a) { *f = 0; *a = retained[d] > 0; return OK; }
@@ -206,7 +205,7 @@ SHOWN R cuMemAllocPitch_v2(P* p, size_t* pitch, size_t w, size_t h, unsigned e) 
 SHOWN R cuMemAllocManaged(P* p, size_t n, unsigned f) { CALLED; (void)f; return take(p, n, 1); }
 SHOWN R cuMemAdvise(P p, size_t n, int a, int d) { CALLED; (void)p; (void)n; (void)a; (void)d; return OK; }
 SHOWN R cuMemFree_v2(P p) { CALLED; drain(); return drop(p); }
-#ifndef OLD
+#if DRIVER >= 11020
 SHOWN R cuMemAllocAsync(P* p, size_t n, S s) { CALLED; (void)s; return take(p, n, 2); }
 SHOWN R cuMemAllocAsync_ptsz(P* p, size_t n, S s) { CALLED; (void)s; return take(p, n, 2); }
 SHOWN R cuMemFreeAsync(P p, S s) { CALLED; (void)s; return drop(p); }
@@ -352,7 +351,7 @@ SHOWN R cuPointerGetAttributes(unsigned n, const int* what, void** data, P at) {
 SHOWN R cuIpcGetMemHandle(void* h, P at) { CALLED; memset(h, 0, 64); memcpy(h, &at, 8); return OK; }
 SHOWN R cuDevicePrimaryCtxReset_v2(int d) { CALLED; unpin_all(0x1000 * (d + 1)); pthread_mutex_lock(&lock); blocks = NULL; used = 0; pthread_mutex_unlock(&lock); return OK; }
 
-#ifndef OLD
+#if DRIVER >= 11030
 static void* self(const char* name) {
     static void* here;
     if (!here) {
@@ -376,6 +375,7 @@ static R look_up(const char* name, void** out, int version, unsigned long long f
     return *out ? OK : NOT_FOUND;
 }
 SHOWN R cuGetProcAddress(const char* name, void** out, int version, unsigned long long flags) { CALLED; return look_up(name, out, version, flags); }
+#if DRIVER >= 12000
 SHOWN R cuGetProcAddress_v2(const char* name, void** out, int version, unsigned long long flags, int* status) {
     CALLED;
     R code = look_up(name, out, version, flags);
