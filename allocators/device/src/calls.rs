@@ -50,11 +50,15 @@ crate::named! {
         HostAlloc "host_alloc",
         /// `cuMemFreeHost`
         HostFree "host_free",
+        /// `cuMemHostRegister`
+        HostRegister "host_register",
+        /// `cuMemHostUnregister`
+        HostUnregister "host_unregister",
         /// `cuLaunchKernel`
         KernelLaunch "kernel_launch",
         /// `cuMemcpyHtoDAsync`
         CopyToDevice "copy_to_device",
-        /// `cuMemcpyDtoHAsync` and the wait for it
+        /// `cuMemcpyDtoHAsync` and, to pageable memory, the wait for it
         CopyToHost "copy_to_host",
         /// `cuMemsetD8Async`
         Memset "memset",

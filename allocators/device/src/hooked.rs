@@ -326,6 +326,16 @@ unsafe impl<H: Hook> Driver for HookedDriver<H> {
         self.call(CallKind::HostFree, of_bytes(bytes as u64), || unsafe { self.inner.host_free(ptr, bytes) })
     }
 
+    unsafe fn host_register(&self, ptr: NonNull<u8>, bytes: usize) -> DriverResult<()> {
+        // SAFETY: passed on.
+        self.call(CallKind::HostRegister, of_bytes(bytes as u64), || unsafe { self.inner.host_register(ptr, bytes) })
+    }
+
+    unsafe fn host_unregister(&self, ptr: NonNull<u8>) -> DriverResult<()> {
+        // SAFETY: passed on.
+        self.call(CallKind::HostUnregister, NO_ARGUMENTS, || unsafe { self.inner.host_unregister(ptr) })
+    }
+
     unsafe fn copy_to_device(&self, dst: DeviceAddr, src: &[u8], stream: StreamId) -> DriverResult<()> {
         // SAFETY: passed on.
         self.call(CallKind::CopyToDevice, of_memory(dst, src.len() as u64).on(stream), || unsafe {
@@ -350,6 +360,19 @@ unsafe impl<H: Hook> Driver for HookedDriver<H> {
         // SAFETY: passed on.
         self.call(CallKind::CopyToHost, of_memory(src, dst.len() as u64).on(stream), || unsafe {
             self.inner.copy_to_host(dst, self.hook.own_addr(src), stream)
+        })
+    }
+
+    unsafe fn copy_to_host_async(
+        &self,
+        dst: NonNull<u8>,
+        src: DeviceAddr,
+        bytes: usize,
+        stream: StreamId,
+    ) -> DriverResult<()> {
+        // SAFETY: passed on.
+        self.call(CallKind::CopyToHost, of_memory(src, bytes as u64).on(stream), || unsafe {
+            self.inner.copy_to_host_async(dst, self.hook.own_addr(src), bytes, stream)
         })
     }
 

@@ -1,5 +1,10 @@
 //! Pinned host memory as a device: a driver whose segments are page-locked memory of the host.
 
+mod pages;
+mod refusal;
+
+pub use pages::HostPages;
+
 use crate::hooked::{CallArguments, Hook, HookedDriver};
 use crate::{Bytes, CallKind, DeviceAddr, Driver, DriverError, DriverResult, HostRoom, MemInfo};
 use serde::{Deserialize, Serialize};
@@ -114,7 +119,8 @@ pub struct HostAccount {
     pub current_bytes: u64,
     /// Most bytes that were pinned at once, in whole pages.
     pub peak_bytes: u64,
-    /// Nanoseconds of the calls that pinned memory, by the costs; `None` where these do not say, and on a real machine.
+    /// Nanoseconds that pinning took: on a simulated host by the costs, and `None` where these do not say; else on the device's
+    /// clock.
     pub pin_ns: Option<u64>,
 }
 
@@ -125,12 +131,26 @@ enum Source {
     Simulated { costs: HostCosts, pinning: Pinning },
     /// Page-locked memory of the wrapped device's host ([`Driver::host_alloc`]).
     Real,
+    /// Ordinary memory, touched by this number of threads and registered ([`Driver::host_register`]).
+    Registered { threads: u32, huge: bool },
+}
+
+impl Source {
+    fn pinning(&self) -> Pinning {
+        match self {
+            Self::Simulated { pinning, .. } => *pinning,
+            Self::Real => Pinning::Alloc,
+            Self::Registered { threads, .. } => Pinning::Register { threads: *threads },
+        }
+    }
 }
 
 /// The hook of a [`HostDriver`].
 #[derive(Debug)]
 pub struct PinnedMemory {
     source: Source,
+    /// What the system may still grant.
+    room: fn() -> Option<HostRoom>,
     state: Mutex<State>,
 }
 
@@ -139,6 +159,8 @@ struct State {
     account: HostAccount,
     /// Bytes of each live segment.
     segments: BTreeMap<DeviceAddr, u64>,
+    /// The memory of each registered segment.
+    pages: BTreeMap<DeviceAddr, HostPages>,
 }
 
 /// A driver whose segments are pinned host memory. Policies allocate a segment with [`Driver::mem_alloc`]; each is a call that pins
@@ -151,15 +173,32 @@ impl HostDriver {
     /// host's.
     #[must_use]
     pub fn simulated(inner: Arc<dyn Driver>, costs: HostCosts, pinning: Pinning) -> Self {
-        let account = HostAccount { pin_ns: Some(0), ..HostAccount::default() };
-        let state = Mutex::new(State { account, ..State::default() });
-        Self { inner, hook: PinnedMemory { source: Source::Simulated { costs, pinning }, state } }
+        Self::over(inner, Source::Simulated { costs, pinning })
     }
 
     /// Pinned memory of this machine, by the device's driver (`cuMemHostAlloc`).
     #[must_use]
     pub fn real(inner: Arc<dyn Driver>) -> Self {
-        Self { inner, hook: PinnedMemory { source: Source::Real, state: Mutex::default() } }
+        Self::over(inner, Source::Real)
+    }
+
+    /// Pinned memory of this machine: ordinary memory that is touched by this number of threads and registered with the device's
+    /// driver (`cuMemHostRegister`). `huge` asks the system for huge pages.
+    #[must_use]
+    pub fn registered(inner: Arc<dyn Driver>, threads: u32, huge: bool) -> Self {
+        Self::over(inner, Source::Registered { threads, huge })
+    }
+
+    fn over(inner: Arc<dyn Driver>, source: Source) -> Self {
+        let account = HostAccount { pin_ns: Some(0), ..HostAccount::default() };
+        let state = Mutex::new(State { account, ..State::default() });
+        Self { inner, hook: PinnedMemory { source, room: HostRoom::now, state } }
+    }
+
+    /// How segments are pinned.
+    #[must_use]
+    pub fn pinning(&self) -> Pinning {
+        self.hook.source.pinning()
     }
 
     /// The calls so far.
@@ -175,12 +214,38 @@ impl PinnedMemory {
     }
 }
 
-fn too_large(bytes: u64) -> DriverError {
-    DriverError::new(CallKind::HostAlloc, DriverError::OUT_OF_MEMORY, format!("{} of pinned memory", Bytes(bytes)))
+fn too_large(call: CallKind, bytes: u64) -> DriverError {
+    DriverError::new(call, DriverError::OUT_OF_MEMORY, format!("{} of pinned memory", Bytes(bytes)))
 }
 
-// SAFETY: a segment is either the inner driver's plain memory, or page-locked memory of `bytes` bytes that the inner driver gives to
-// no other caller until it is freed. Each is freed once, with its size, after the device has become idle.
+impl PinnedMemory {
+    /// Pins memory of this machine: its address, the pages of what was registered, and the time that it took.
+    fn pin(&self, inner: &dyn Driver, bytes: u64) -> DriverResult<(DeviceAddr, Option<HostPages>, u64)> {
+        let pinning = self.source.pinning();
+        let call = if pinning == Pinning::Alloc { CallKind::HostAlloc } else { CallKind::HostRegister };
+        refusal::check(call, bytes, (self.room)())?;
+        let length = usize::try_from(bytes).map_err(|_| too_large(call, bytes))?;
+        let clock = inner.clock();
+        let start_ns = clock.now_ns();
+        let explained = |error| refusal::explained(error, bytes, pinning, refusal::read);
+        let (addr, pages) = match self.source {
+            Source::Registered { threads, huge } => {
+                let mut pages = HostPages::new(length, huge).ok_or_else(|| too_large(call, bytes))?;
+                pages.touch(threads);
+                // SAFETY: the pages are this driver's and stay allocated until they are unregistered, in `mem_free`.
+                unsafe { inner.host_register(pages.addr(), length) }.map_err(explained)?;
+                (pages.addr(), Some(pages))
+            }
+            _ => (inner.host_alloc(length).map_err(explained)?, None),
+        };
+        // CAST: the address of host memory.
+        let addr = DeviceAddr::handed_out(addr.as_ptr() as u64);
+        Ok((addr, pages, clock.now_ns().saturating_sub(start_ns)))
+    }
+}
+
+// SAFETY: a segment is either the inner driver's plain memory, or page-locked memory of `bytes` bytes that the inner driver or the
+// system gives to no other caller until it is freed. Each is freed once, with its size, after the device has become idle.
 unsafe impl Hook for PinnedMemory {
     type Before = ();
 
@@ -192,36 +257,32 @@ unsafe impl Hook for PinnedMemory {
     fn mem_info(&self, inner: &dyn Driver) -> DriverResult<MemInfo> {
         match &self.source {
             Source::Simulated { .. } => inner.mem_info(),
-            Source::Real => {
+            Source::Real | Source::Registered { .. } => {
                 let text = "the system does not report its memory";
                 let unknown = || DriverError::new(CallKind::MemGetInfo, DriverError::NOT_SUPPORTED, text);
-                let free = HostRoom::now().ok_or_else(unknown)?.bytes;
+                let free = (self.room)().ok_or_else(unknown)?.bytes;
                 Ok(MemInfo { free, total: free.saturating_add(self.lock().account.current_bytes) })
             }
         }
     }
 
     fn mem_alloc(&self, inner: &dyn Driver, bytes: u64) -> DriverResult<DeviceAddr> {
-        let addr = match &self.source {
-            Source::Simulated { .. } => inner.mem_alloc(bytes)?,
-            Source::Real => {
-                let length = usize::try_from(bytes).map_err(|_| too_large(bytes))?;
-                let memory = inner.host_alloc(length)?;
-                // CAST: the address of host memory.
-                DeviceAddr::handed_out(memory.as_ptr() as u64)
+        let (addr, pages, cost) = match &self.source {
+            Source::Simulated { costs, pinning } => (inner.mem_alloc(bytes)?, None, costs.pin_ns(bytes, *pinning)),
+            Source::Real | Source::Registered { .. } => {
+                let (addr, pages, ns) = self.pin(inner, bytes)?;
+                (addr, pages, Some(ns))
             }
         };
         let state = &mut *self.lock();
         state.segments.insert(addr, bytes);
+        state.pages.extend(pages.map(|pages| (addr, pages)));
         let account = &mut state.account;
         account.pins += 1;
         account.pinned_bytes += bytes;
         account.current_bytes += bytes.next_multiple_of(HOST_PAGE);
         account.peak_bytes = account.peak_bytes.max(account.current_bytes);
-        if let Source::Simulated { costs, pinning } = &self.source {
-            let cost = costs.pin_ns(bytes, *pinning);
-            account.pin_ns = account.pin_ns.zip(cost).map(|(sum, cost)| sum.saturating_add(cost));
-        }
+        account.pin_ns = account.pin_ns.zip(cost).map(|(sum, cost)| sum.saturating_add(cost));
         Ok(addr)
     }
 
@@ -243,9 +304,17 @@ unsafe impl Hook for PinnedMemory {
                 // device is idle.
                 unsafe { inner.host_free(memory, length) }?;
             }
+            Source::Registered { .. } => {
+                inner.device_synchronize()?;
+                let memory = NonNull::new(addr.get() as *mut u8).ok_or_else(|| DriverError::no_block(call, addr))?;
+                // SAFETY: the device is idle, so no copy uses the memory.
+                unsafe { inner.host_unregister(memory) }?;
+            }
         }
         let state = &mut *self.lock();
         state.segments.remove(&addr);
+        // Released after it was unregistered.
+        state.pages.remove(&addr);
         state.account.releases += 1;
         state.account.current_bytes -= bytes.next_multiple_of(HOST_PAGE);
         Ok(())
@@ -309,7 +378,8 @@ mod tests {
         unsafe { byte.add(9_999).write(7) };
         // SAFETY: as above.
         assert_eq!(unsafe { byte.add(9_999).read() }, 7);
-        assert_eq!((driver.account().pin_ns, driver.account().current_bytes), (None, 12_288));
+        let cost = Profile::h200().copies.host_alloc_ns.at(10_000);
+        assert_eq!((driver.account().pin_ns, driver.account().current_bytes), (Some(cost), 12_288));
         let info = driver.mem_info().unwrap();
         assert!(info.free <= info.total, "{info:?}");
         // SAFETY: allocated above, freed once, and no copy uses it.
@@ -317,6 +387,47 @@ mod tests {
         assert_eq!(driver.account().current_bytes, 0);
         // More than any machine has is refused and not killed.
         assert!(driver.mem_alloc(1 << 50).is_err());
+    }
+
+    #[test]
+    fn registered_segments_are_memory_of_the_process() {
+        use crate::{Profile, SimDriver, sim::SimMemory};
+        let device = Arc::new(SimDriver::new(Profile::h200(), SimMemory::None));
+        let inner = Arc::clone(&device) as Arc<dyn Driver>;
+        let driver = HostDriver::registered(Arc::clone(&inner), 3, false);
+        let addr = driver.mem_alloc(10_000).unwrap();
+        let memory = NonNull::new(addr.get() as *mut u8).unwrap();
+        // SAFETY: the segment is memory of the host of 10,000 bytes that belongs to this test.
+        unsafe { memory.add(9_999).write(7) };
+        assert_eq!(driver.account().pin_ns, HostCosts::h100x8().pin_ns(10_000, Pinning::Register { threads: 4 }));
+        // SAFETY: the memory is the driver's; a part of it is registered already.
+        let again = unsafe { inner.host_register(memory.add(4096), 1) }.unwrap_err();
+        assert_eq!(again.code, DriverError::HOST_MEMORY_ALREADY_REGISTERED, "{again}");
+        // SAFETY: allocated above, freed once, and no copy uses it.
+        unsafe { driver.mem_free(addr) }.unwrap();
+        assert_eq!((driver.account().current_bytes, driver.account().releases), (0, 1));
+        // SAFETY: nothing is registered there.
+        let gone = unsafe { inner.host_unregister(memory) }.unwrap_err();
+        assert_eq!(gone.code, DriverError::HOST_MEMORY_NOT_REGISTERED, "{gone}");
+        // SAFETY: zero bytes are refused.
+        let none = unsafe { inner.host_register(memory, 0) }.unwrap_err();
+        assert_eq!(none.code, DriverError::INVALID_VALUE, "{none}");
+    }
+
+    #[test]
+    fn a_machine_with_less_than_the_request_is_not_asked() {
+        use crate::sim::{HostBound, SimMemory};
+        use crate::{Profile, SimDriver};
+        let inner: Arc<dyn Driver> = Arc::new(SimDriver::new(Profile::h200(), SimMemory::None));
+        for make in [HostDriver::real, |inner| HostDriver::registered(inner, 1, false)] {
+            let mut driver = make(Arc::clone(&inner));
+            driver.hook.room = || Some(HostRoom { bytes: 1 << 20, bound: HostBound::ControlGroup });
+            let error = driver.mem_alloc(2 << 20).unwrap_err();
+            assert!(error.is_out_of_memory() && error.to_string().contains("control group"), "{error}");
+            let zero = driver.mem_alloc(0).unwrap_err();
+            assert_eq!(zero.code, DriverError::INVALID_VALUE, "{zero}");
+            assert_eq!(driver.account().pins, 0);
+        }
     }
 
     #[test]

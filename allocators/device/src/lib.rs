@@ -42,7 +42,7 @@ pub use error::DriverError;
 pub use faulty::FaultyDriver;
 pub use graph::{CapturedWork, GraphDriver};
 pub use hooked::{CallArguments, CallOutcome, Hook, HookedDriver};
-pub use host::{HOST_PAGE, HostAccount, HostCosts, HostCostsError, HostDriver, PinnedMemory, Pinning};
+pub use host::{HOST_PAGE, HostAccount, HostCosts, HostCostsError, HostDriver, HostPages, PinnedMemory, Pinning};
 pub use ids::{DeviceAddr, EventId, GraphId, PhysicalHandle, PoolId, StreamId};
 pub use metered::{CallEvent, CallObserver, IdleCosts, InstrumentCost, MeteredDriver};
 pub use name::{DeviceName, DeviceNameError};
@@ -224,6 +224,25 @@ pub unsafe trait Driver: Send + Sync + fmt::Debug {
     /// still uses it.
     unsafe fn host_free(&self, ptr: NonNull<u8>, bytes: usize) -> DriverResult<()>;
 
+    /// Page-locks memory of the program in place (`cuMemHostRegister`). The host makes pages resident that nothing has touched yet.
+    ///
+    /// # Errors
+    /// `CUDA_ERROR_INVALID_VALUE` for zero bytes, `CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED` where a part of the memory is
+    /// registered.
+    ///
+    /// # Safety
+    /// The memory belongs to this process and stays allocated until [`host_unregister`](Self::host_unregister).
+    unsafe fn host_register(&self, ptr: NonNull<u8>, bytes: usize) -> DriverResult<()>;
+
+    /// Ends the page-locking of [registered](Self::host_register) memory, which stays the program's.
+    ///
+    /// # Errors
+    /// `CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED` where no registered memory begins at `ptr`.
+    ///
+    /// # Safety
+    /// No queued copy still uses the memory.
+    unsafe fn host_unregister(&self, ptr: NonNull<u8>) -> DriverResult<()>;
+
     /// Copies from pageable host memory; the source may be reused on return.
     ///
     /// # Safety
@@ -247,6 +266,19 @@ pub unsafe trait Driver: Send + Sync + fmt::Debug {
     /// # Safety
     /// `src` is valid for `dst.len()` bytes until the call returns.
     unsafe fn copy_to_host(&self, dst: &mut [u8], src: DeviceAddr, stream: StreamId) -> DriverResult<()>;
+
+    /// Queues a copy to page-locked host memory, which holds the result once the stream has passed it.
+    ///
+    /// # Safety
+    /// `dst` and `src` are valid for `bytes` until the stream has passed this copy, `dst` is page-locked, and nothing else reads or
+    /// writes it until then.
+    unsafe fn copy_to_host_async(
+        &self,
+        dst: NonNull<u8>,
+        src: DeviceAddr,
+        bytes: usize,
+        stream: StreamId,
+    ) -> DriverResult<()>;
 
     /// Queues filling `bytes` bytes with `value`.
     ///

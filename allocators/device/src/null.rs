@@ -250,6 +250,14 @@ unsafe impl Driver for NullDriver {
         Err(no_memory(CallKind::HostFree))
     }
 
+    unsafe fn host_register(&self, _ptr: NonNull<u8>, _bytes: usize) -> DriverResult<()> {
+        Err(no_memory(CallKind::HostRegister))
+    }
+
+    unsafe fn host_unregister(&self, _ptr: NonNull<u8>) -> DriverResult<()> {
+        Err(no_memory(CallKind::HostUnregister))
+    }
+
     unsafe fn copy_to_device(&self, _dst: DeviceAddr, _src: &[u8], _stream: StreamId) -> DriverResult<()> {
         Err(no_memory(CallKind::CopyToDevice))
     }
@@ -259,6 +267,10 @@ unsafe impl Driver for NullDriver {
     }
 
     unsafe fn copy_to_host(&self, _dst: &mut [u8], _src: DeviceAddr, _stream: StreamId) -> DriverResult<()> {
+        Err(no_memory(CallKind::CopyToHost))
+    }
+
+    unsafe fn copy_to_host_async(&self, _: NonNull<u8>, _: DeviceAddr, _: usize, _: StreamId) -> DriverResult<()> {
         Err(no_memory(CallKind::CopyToHost))
     }
 

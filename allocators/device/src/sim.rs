@@ -37,6 +37,7 @@ use crate::Clock;
 use crate::DriverError;
 use crate::bytes::Bytes;
 use crate::graph::NotedCaptures;
+use crate::host::{HostCosts, Pinning};
 use graphs::{Graphs, Node};
 use heap::{Heap, Packing};
 use host_memory::{HostMemoryMap, NoRoom};
@@ -55,6 +56,8 @@ const LARGE_BASE: u64 = 1 << 42;
 const RANGE: u64 = 1 << 40;
 /// Page-locked host memory is aligned to a host page.
 const HOST_ALIGN: usize = 4096;
+/// Threads that are taken to touch host memory before it is registered: the fewest of the published times.
+pub const SIM_REGISTER_THREADS: u32 = 4;
 
 /// The memory behind the simulated addresses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -70,6 +73,8 @@ pub enum SimMemory {
 pub struct SimDriver {
     profile: Profile,
     memory: SimMemory,
+    /// What registering host memory costs, which no profile has.
+    host_costs: HostCosts,
     state: Arc<Mutex<State>>,
     noted_captures: NotedCaptures,
     /// The other GPUs, once they are known.
@@ -88,6 +93,8 @@ struct State {
     events: BTreeMap<u64, Option<Recorded>>,
     next_event: u64,
     host: HostMemoryMap,
+    /// Bytes of registered host memory by its address.
+    registered: BTreeMap<usize, usize>,
     vmm: vmm::Space,
     graphs: Graphs,
     /// Absent where the profile has no cache, and where there is no memory.
@@ -169,12 +176,14 @@ impl SimDriver {
             events: BTreeMap::new(),
             next_event: 1,
             host: HostMemoryMap::default(),
+            registered: BTreeMap::new(),
             vmm: vmm::Space::default(),
             graphs: Graphs::default(),
             l2: profile.l2_bytes.filter(|_| memory == SimMemory::Host).map(L2::new),
         };
         let (state, noted_captures) = (Arc::new(Mutex::new(state)), NotedCaptures::default());
-        Self { profile, memory, state, noted_captures, ranks: OnceLock::new() }
+        let host_costs = HostCosts::h100x8();
+        Self { profile, memory, host_costs, state, noted_captures, ranks: OnceLock::new() }
     }
 
     /// A simulated device with at most `bytes` of host memory behind its blocks at a time. Without this the device asks the system
@@ -509,6 +518,32 @@ unsafe impl Driver for SimDriver {
         Ok(())
     }
 
+    /// Costs what touching the memory by [`SIM_REGISTER_THREADS`] threads and registering it was measured to take.
+    unsafe fn host_register(&self, ptr: NonNull<u8>, bytes: usize) -> DriverResult<()> {
+        let call = CallKind::HostRegister;
+        let end = ptr.as_ptr().addr().checked_add(bytes).filter(|_| bytes > 0);
+        let end = end.ok_or_else(|| DriverError::invalid_value(call, format!("{bytes} bytes")))?;
+        let cost = self.host_costs.pin_ns(bytes as u64, Pinning::Register { threads: SIM_REGISTER_THREADS });
+        let mut state = self.charge(cost.unwrap_or(0));
+        if state.registered.range(..end).next_back().is_some_and(|(start, bytes)| start + bytes > ptr.as_ptr().addr()) {
+            let context = format!("a part of {} at {ptr:p}", Bytes(bytes as u64));
+            return Err(DriverError::new(call, DriverError::HOST_MEMORY_ALREADY_REGISTERED, context));
+        }
+        state.registered.insert(ptr.as_ptr().addr(), bytes);
+        Ok(())
+    }
+
+    /// Costs what freeing page-locked memory of this size does.
+    unsafe fn host_unregister(&self, ptr: NonNull<u8>) -> DriverResult<()> {
+        let mut state = self.lock();
+        let bytes = state.registered.remove(&ptr.as_ptr().addr()).ok_or_else(|| {
+            let context = format!("no registered memory begins at {ptr:p}");
+            DriverError::new(CallKind::HostUnregister, DriverError::HOST_MEMORY_NOT_REGISTERED, context)
+        })?;
+        state.time.spend(self.profile.copies.host_free_ns.at(bytes as u64));
+        Ok(())
+    }
+
     unsafe fn copy_to_device(&self, dst: DeviceAddr, src: &[u8], stream: StreamId) -> DriverResult<()> {
         let mut state = self.lock();
         state.refuse_capturing(CallKind::CopyToDevice, stream)?;
@@ -548,6 +583,25 @@ unsafe impl Driver for SimDriver {
         unsafe { std::ptr::copy_nonoverlapping(source.as_ptr(), dst.as_mut_ptr(), dst.len()) };
         state.time.synchronize_stream(stream.get());
         self.after_wait(&mut state, self.profile.copies.to_host_ns.at(dst.len() as u64));
+        Ok(())
+    }
+
+    /// Takes as long as a copy to the device: the link is as fast in both directions.
+    unsafe fn copy_to_host_async(
+        &self,
+        dst: NonNull<u8>,
+        src: DeviceAddr,
+        bytes: usize,
+        stream: StreamId,
+    ) -> DriverResult<()> {
+        let mut state = self.lock();
+        // A launch of a graph computes nothing here, so the copy would never be made.
+        state.refuse_capturing(CallKind::CopyToHost, stream)?;
+        let source = self.need_memory(CallKind::CopyToHost, &state, src, bytes)?;
+        // SAFETY: `source` is valid for `bytes`; the caller promises the same of `dst`; the two are different allocations.
+        unsafe { std::ptr::copy_nonoverlapping(source.as_ptr(), dst.as_ptr(), bytes) };
+        state.time.spend(self.profile.copies.pinned_to_device_ns);
+        self.queue(&mut state, stream, Node::copy(src.get(), bytes as u64));
         Ok(())
     }
 

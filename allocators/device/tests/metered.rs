@@ -130,6 +130,23 @@ unsafe impl Driver for Scripted {
         // SAFETY: passed on.
         unsafe { self.null.host_free(ptr, bytes) }
     }
+    unsafe fn host_register(&self, ptr: NonNull<u8>, bytes: usize) -> DriverResult<()> {
+        // SAFETY: passed on.
+        unsafe { self.null.host_register(ptr, bytes) }
+    }
+    unsafe fn host_unregister(&self, ptr: NonNull<u8>) -> DriverResult<()> {
+        // SAFETY: passed on.
+        unsafe { self.null.host_unregister(ptr) }
+    }
+    unsafe fn copy_to_host_async(
+        &self,
+        _dst: NonNull<u8>,
+        _src: DeviceAddr,
+        _bytes: usize,
+        _stream: StreamId,
+    ) -> DriverResult<()> {
+        self.done(Ok(()))
+    }
     unsafe fn copy_to_device(&self, _dst: DeviceAddr, _src: &[u8], _stream: StreamId) -> DriverResult<()> {
         self.done(Ok(()))
     }

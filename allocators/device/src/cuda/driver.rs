@@ -199,6 +199,19 @@ unsafe impl Driver for CudaDriver {
         self.call(CallKind::HostFree, || unsafe { sys::cuMemFreeHost(ptr.as_ptr().cast()) })
     }
 
+    unsafe fn host_register(&self, ptr: NonNull<u8>, bytes: usize) -> DriverResult<()> {
+        // SAFETY: the caller promises memory of this process that stays allocated until it is unregistered. No flags: with unified
+        // addressing the device uses the host's address.
+        self.sized_call(CallKind::HostRegister, bytes as u64, || unsafe {
+            sys::cuMemHostRegister_v2(ptr.as_ptr().cast(), bytes, 0)
+        })
+    }
+
+    unsafe fn host_unregister(&self, ptr: NonNull<u8>) -> DriverResult<()> {
+        // SAFETY: the caller promises that no queued copy uses the memory; the driver refuses an address that is not registered.
+        self.call(CallKind::HostUnregister, || unsafe { sys::cuMemHostUnregister(ptr.as_ptr().cast()) })
+    }
+
     // Pageable memory must be staged before the GPU can fetch it, and the driver stages within the call: when it returns, `src` has
     // been read (PyTorch's non-blocking copies rely on the same). A GPU that walks the host's page tables needs no staging and may
     // read later; NVIDIA's reference says only that the call "might be synchronous". In that case we wait, since our contract lets
@@ -245,6 +258,23 @@ unsafe impl Driver for CudaDriver {
         })?;
         // SAFETY: the stream is live (looked up above).
         self.call(CallKind::CopyToHost, || unsafe { sys::cuStreamSynchronize(stream) })
+    }
+
+    unsafe fn copy_to_host_async(
+        &self,
+        dst: NonNull<u8>,
+        src: DeviceAddr,
+        bytes: usize,
+        stream: StreamId,
+    ) -> DriverResult<()> {
+        if bytes == 0 {
+            return Ok(());
+        }
+        let stream = self.stream(CallKind::CopyToHost, stream)?;
+        // SAFETY: the caller promises that both sides hold `bytes` bytes until the stream has passed this copy.
+        self.sized_call(CallKind::CopyToHost, bytes as u64, || unsafe {
+            sys::cuMemcpyDtoHAsync_v2(dst.as_ptr().cast(), src.get(), bytes, stream)
+        })
     }
 
     unsafe fn fill_bytes(&self, dst: DeviceAddr, value: u8, bytes: u64, stream: StreamId) -> DriverResult<()> {

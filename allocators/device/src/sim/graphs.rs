@@ -36,7 +36,7 @@ enum Work {
         name: String,
         geometry: (u64, u64),
     },
-    /// A copy to the device.
+    /// A copy to or from the device.
     Copy,
     /// A sum over all ranks.
     AllReduce,
@@ -55,8 +55,9 @@ impl Node {
         Self { work: Work::AllReduce, bytes, buffers: vec![(addr, bytes)] }
     }
 
-    pub(super) fn copy(dst: u64, bytes: u64) -> Self {
-        Self { work: Work::Copy, bytes, buffers: vec![(dst, bytes)] }
+    /// A copy between the host and this address of the device.
+    pub(super) fn copy(addr: u64, bytes: u64) -> Self {
+        Self { work: Work::Copy, bytes, buffers: vec![(addr, bytes)] }
     }
 }
 
