@@ -35,6 +35,7 @@ pub(crate) fn settings(settings: &Settings) -> Result<()> {
         return Err(TrainError::Input(format!("--lr must be a positive number, found {}", settings.learning_rate)));
     }
     launch(settings)?;
+    pinning(settings)?;
     let Arithmetic { loss_scale, .. } = settings.arithmetic()?;
     if !(settings.learning_rate / loss_scale).is_finite() {
         return Err(TrainError::Input(format!(
@@ -53,6 +54,9 @@ pub(crate) fn ranks(settings: &Settings, size: u32) -> Result<()> {
             "--fuse update steps a layer without writing its gradient, which ranks have to sum; use --fuse epilogue"
                 .into(),
         ));
+    }
+    if settings.offload.is_some() {
+        return Err(TrainError::Input("--offload optimizer is for one GPU; leave it out, or --gpus".into()));
     }
     if settings.bucket == Some(0) {
         return Err(TrainError::Input("--bucket must be at least 1 byte".into()));
@@ -97,6 +101,31 @@ pub(crate) fn host_memory(least: u64, room: Option<HostRoom>) -> Result<()> {
          --layers or --batch, or use a GPU",
         Bytes(least)
     )))
+}
+
+/// Checks the host memory that a run pins before it pins any: pinned memory is never swapped out.
+pub(crate) fn pinned_memory(bytes: u64, room: Option<HostRoom>) -> Result<()> {
+    let Some(room) = room.filter(|room| room.bytes < bytes) else { return Ok(()) };
+    Err(TrainError::Input(format!(
+        "--offload optimizer pins {} of this machine's memory, and there are {room}: lower --hidden or --layers, or leave it out",
+        Bytes(bytes)
+    )))
+}
+
+/// Checks the settings of pinned memory.
+fn pinning(settings: &Settings) -> Result<()> {
+    let problem = if settings.pin.is_some() && settings.pin_mode().is_none() {
+        "--pin is for host memory, and nothing pins any: add --loader pinned or --offload optimizer, or leave it out"
+    } else if settings.offload.is_none() {
+        return Ok(());
+    } else if !settings.arithmetic()?.has_master() {
+        "--offload optimizer moves the f32 master weights, the only state that SGD has: add --dtype bf16 or f16, with --weights master"
+    } else if settings.launch == LaunchMode::Graph {
+        "--offload optimizer copies state in each step; use --launch eager"
+    } else {
+        return Ok(());
+    };
+    Err(TrainError::Input(problem.to_owned()))
 }
 
 /// Checks the settings of a step's launch.
@@ -147,6 +176,23 @@ mod tests {
     use super::*;
     use vramlab::Backend;
     use vramlab::backends::{Capabilities, naive};
+
+    #[test]
+    fn state_on_the_host_is_for_one_gpu_with_room_for_it() {
+        use crate::arithmetic::Dtype;
+        use crate::settings::OffloadMode;
+        use vramlab::device::sim::HostBound;
+        let offload = Some(OffloadMode::Optimizer);
+        let offloaded = Settings { offload, dtype: Dtype::Bf16, ..Settings::default() };
+        settings(&offloaded).unwrap();
+        let error = ranks(&offloaded, 2).unwrap_err();
+        assert!(error.to_string().contains("--offload optimizer is for one GPU"), "{error}");
+        let room = HostRoom { bytes: 1 << 20, bound: HostBound::ControlGroup };
+        pinned_memory(1 << 20, Some(room)).unwrap();
+        let error = pinned_memory(1 << 30, Some(room)).unwrap_err();
+        assert_eq!(error.exit_code(), terminal::exit::BAD_INPUT);
+        assert!(error.to_string().contains("1 GiB") && error.to_string().contains("control group"), "{error}");
+    }
 
     #[test]
     fn a_graph_needs_an_allocator_that_serves_captures() {

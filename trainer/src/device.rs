@@ -7,8 +7,9 @@ mod streams;
 use crate::arithmetic::Arithmetic;
 use crate::calls::CallLog;
 use crate::error::{Result, TrainError};
+use crate::pinned::HostMemory;
 use crate::ranks::Group;
-use crate::settings::{DeviceChoice, SyncMode};
+use crate::settings::{DeviceChoice, PinMode, SyncMode};
 use kernels::{CudaKernels, Operation};
 use std::fmt;
 use std::sync::Arc;
@@ -38,6 +39,8 @@ pub struct Device {
     /// Why `auto` chose this device; empty when the device was asked for by name.
     reason: String,
     idle: Option<IdleCosts>,
+    /// Pinned memory.
+    host: Arc<HostMemory>,
     /// Who wants to know the names of the kernels that are launched.
     log: Option<Arc<CallLog>>,
 }
@@ -74,7 +77,8 @@ impl Device {
         };
         let Parts { executor, driver, meter, stream, idle } = parts;
         let streams = Streams::alone(stream);
-        let device = Self { executor, driver, meter, streams, sync, ranges, name, reason, idle, log: None };
+        let host = HostMemory::new(Arc::clone(&driver), PinMode::Plain)?;
+        let device = Self { executor, driver, meter, streams, sync, ranges, name, reason, idle, host, log: None };
         device.name_in_profiler();
         Ok(device)
     }
@@ -101,6 +105,16 @@ impl Device {
     #[must_use]
     pub fn describe(&self) -> DeviceDescription {
         self.driver.describe()
+    }
+
+    /// Pinned memory.
+    pub(crate) fn host_memory(&self) -> &Arc<HostMemory> {
+        &self.host
+    }
+
+    /// Replaces the pinned memory of later buffers.
+    pub(crate) fn set_host_memory(&mut self, host: Arc<HostMemory>) {
+        self.host = host;
     }
 
     /// The stream of the work that is under way: the compute stream, but for what has one of its own.

@@ -20,6 +20,7 @@ pub mod latency;
 pub mod loader;
 pub mod mlp;
 pub mod observer;
+mod pinned;
 mod progress;
 pub mod ranks;
 pub mod record;

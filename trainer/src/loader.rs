@@ -5,17 +5,17 @@ use crate::data::{Features, Split};
 use crate::device::{OwnedEvent, Role};
 use crate::error::Result;
 use crate::mlp::Batch;
-use crate::settings::LoaderMode;
-use crate::tensor::Context;
+use crate::pinned::HostBuffer;
+use crate::settings::{LoaderMode, PinMode};
+use crate::tensor::{Context, Matrix};
 use chacha20::ChaCha8Rng;
 use kernels::{Element, GatherLabels, GatherRows, SourceElement};
 use rand::SeedableRng;
 use rand::seq::SliceRandom;
 use std::ops::Range;
-use std::sync::Arc;
-use vramlab::{DeviceBuffer, Driver, PinnedBuffer};
+use vramlab::DeviceBuffer;
 
-/// Page-locked buffers in rotation: while one is being copied, the next is filled.
+/// Page-locked buffers in rotation: while one is being copied, the next is filled. A pool needs no rotation.
 const RING: usize = 4;
 
 /// Writes the order of the training rows in one epoch (numbered from 1) to `order`, whose length is their number. The same
@@ -68,6 +68,8 @@ enum Source {
         ring: Vec<Slot>,
         next: usize,
     },
+    /// A block of pinned memory for each batch.
+    Pooled,
     Resident {
         features: DeviceBuffer,
         labels: DeviceBuffer,
@@ -78,17 +80,9 @@ enum Source {
 /// A page-locked buffer for one batch: inputs, then labels.
 #[derive(Debug)]
 struct Slot {
-    buffer: PinnedBuffer,
+    buffer: HostBuffer,
     /// Recorded behind the copies that read the buffer.
     copied: OwnedEvent,
-    driver: Arc<dyn Driver>,
-}
-
-impl Drop for Slot {
-    /// Waits for the copies that still read the buffer, which is freed afterwards. Errors are ignored.
-    fn drop(&mut self) {
-        let _ = self.driver.event_synchronize(self.copied.id);
-    }
 }
 
 impl Loader {
@@ -110,11 +104,12 @@ impl Loader {
         let (rows, row_bytes) = (batch as usize, layout.row_bytes());
         let source = match mode {
             LoaderMode::Copy => Source::Copy { inputs: vec![0; (rows * row_bytes).div_ceil(4)], labels: vec![0; rows] },
+            LoaderMode::Pinned if context.device.host_memory().mode() == PinMode::Pooled => Source::Pooled,
             LoaderMode::Pinned => {
                 let driver = context.device.driver();
                 let slot = || -> Result<Slot> {
-                    let buffer = PinnedBuffer::new(&driver, rows * (row_bytes + 4))?;
-                    Ok(Slot { buffer, copied: OwnedEvent::new(&driver, false)?, driver: Arc::clone(&driver) })
+                    let buffer = context.device.host_memory().allocate(rows * (row_bytes + 4))?;
+                    Ok(Slot { buffer, copied: OwnedEvent::new(&driver, false)? })
                 };
                 Source::Pinned { ring: (0..RING).map(|_| slot()).collect::<Result<_>>()?, next: 0 }
             }
@@ -201,25 +196,21 @@ impl Loader {
             Source::Pinned { ring, next } => {
                 let slot = &mut ring[*next];
                 *next = (*next + 1) % RING;
-                let driver = context.device.driver();
+                let (driver, clock) = (context.device.driver(), context.device.clock());
+                let start_ns = clock.now_ns();
                 driver.event_synchronize(slot.copied.id)?;
-                let label_bytes = picked.len() * 4;
-                let bytes = &mut slot.buffer.as_mut_slice()[..input_bytes + label_bytes];
-                // A row is a multiple of four bytes, so the labels are aligned.
-                let (host_inputs, host_labels) = bytes.split_at_mut(input_bytes);
-                let host_labels = bytemuck::cast_slice_mut(host_labels);
-                fill_rows(split, picked, host_inputs, host_labels, self.features, self.layout);
-                let stream = context.device.stream();
-                // SAFETY: both targets are live and large enough; the buffer is not touched again before
-                // `event_synchronize` has seen the event that is recorded behind these copies.
-                unsafe {
-                    slot.buffer.copy_to(0, inputs.buffer.addr(), input_bytes, stream)?;
-                }
-                // SAFETY: as above.
-                unsafe {
-                    slot.buffer.copy_to(input_bytes, labels.addr(), label_bytes, stream)?;
-                }
-                driver.event_record(slot.copied.id, stream)?;
+                context.device.host_memory().note_wait(clock.now_ns().saturating_sub(start_ns));
+                let rows = Rows { split, picked, features: self.features, layout: self.layout };
+                // SAFETY: the buffer is not touched again before `event_synchronize` has seen the event that is recorded behind
+                // these copies.
+                unsafe { rows.stage(context, &mut slot.buffer, &inputs, &labels)? };
+                driver.event_record(slot.copied.id, context.device.stream())?;
+            }
+            Source::Pooled => {
+                let mut buffer = context.device.host_memory().allocate(input_bytes + picked.len() * 4)?;
+                let rows = Rows { split, picked, features: self.features, layout: self.layout };
+                // SAFETY: the buffer is dropped here, and the pool reuses its block behind these copies.
+                unsafe { rows.stage(context, &mut buffer, &inputs, &labels)? };
             }
             Source::Resident { features, labels: all_labels, order: on_device } => {
                 let order = on_device.as_ref().expect("a pass should have begun");
@@ -280,6 +271,40 @@ impl Loader {
             }
         }
         Ok(Batch { inputs, labels })
+    }
+}
+
+/// Rows of a batch.
+struct Rows<'a> {
+    split: &'a Split,
+    picked: &'a [u32],
+    features: usize,
+    layout: Layout,
+}
+
+impl Rows<'_> {
+    /// Assembles the rows in pinned memory and queues their copies.
+    ///
+    /// # Safety
+    /// The buffer does not change until the stream has passed the copies.
+    unsafe fn stage(
+        &self,
+        context: &Context,
+        buffer: &mut HostBuffer,
+        inputs: &Matrix,
+        labels: &DeviceBuffer,
+    ) -> Result<()> {
+        let (input_bytes, label_bytes) = (self.picked.len() * self.layout.row_bytes(), self.picked.len() * 4);
+        let bytes = &mut buffer.as_mut_slice()[..input_bytes + label_bytes];
+        // A row is a multiple of four bytes, so the labels are aligned.
+        let (host_inputs, host_labels) = bytes.split_at_mut(input_bytes);
+        let host_labels = bytemuck::cast_slice_mut(host_labels);
+        fill_rows(self.split, self.picked, host_inputs, host_labels, self.features, self.layout);
+        let stream = context.device.stream();
+        // SAFETY: the target is live and large enough; the caller vouches for the buffer.
+        unsafe { buffer.copy_to(0, inputs.buffer.addr(), input_bytes, stream)? };
+        // SAFETY: as above.
+        unsafe { buffer.copy_to(input_bytes, labels.addr(), label_bytes, stream) }
     }
 }
 

@@ -17,15 +17,17 @@
 mod buckets;
 mod layer;
 mod loss;
+mod offload;
 mod products;
 
 use crate::arithmetic::{Arithmetic, FuseMode};
 use crate::device::Role;
 use crate::error::Result;
-use crate::settings::InitMode;
+use crate::settings::{InitMode, OffloadMode};
 use crate::tensor::{Context, Matrix};
 use chacha20::ChaCha8Rng;
 use kernels::Element;
+use offload::Offload;
 use rand::SeedableRng;
 use rand_distr::{Distribution, StandardNormal, StandardUniform};
 use vramlab::DeviceBuffer;
@@ -38,7 +40,7 @@ pub use products::{LayerLaunches, LayerProducts, products};
 pub struct Linear {
     /// `[outputs, inputs]`, as products read them.
     pub weight: Matrix,
-    /// The weights in f32 with the same pitch: what is stepped, if it is not `weight` itself.
+    /// The weights in f32 with the same pitch: what is stepped, if it is not `weight` itself. Absent where they are on the host.
     pub master: Option<Matrix>,
     /// `[1, outputs]`, f32.
     pub bias: Matrix,
@@ -59,6 +61,8 @@ pub struct Mlp {
     /// Layers from input to output.
     pub layers: Vec<Linear>,
     arithmetic: Arithmetic,
+    /// Master weights on the host.
+    offload: Option<Offload>,
     /// Counters by which the blocks of a launch find out which of them is the last; zero between launches. One half for
     /// launches on the stream of updates, one for all others.
     tickets: Option<DeviceBuffer>,
@@ -80,6 +84,18 @@ pub fn parameter_bytes(widths: &[u32], arithmetic: &Arithmetic) -> u64 {
         let weights = u64::from(arithmetic.pitch(pair[0])).saturating_mul(u64::from(pair[1]));
         let biases = u64::from(pair[1]) * Element::F32.bytes();
         weights.saturating_mul(arithmetic.element().bytes() + master).saturating_add(biases)
+    };
+    widths.windows(2).map(layer).fold(0, u64::saturating_add)
+}
+
+/// Bytes of the optimizer's state: the master weights, with their padding.
+#[must_use]
+pub fn state_bytes(widths: &[u32], arithmetic: &Arithmetic) -> u64 {
+    if !arithmetic.has_master() {
+        return 0;
+    }
+    let layer = |pair: &[u32]| {
+        u64::from(arithmetic.pitch(pair[0])).saturating_mul(u64::from(pair[1])).saturating_mul(Element::F32.bytes())
     };
     widths.windows(2).map(layer).fold(0, u64::saturating_add)
 }
@@ -143,14 +159,36 @@ impl Mlp {
         arithmetic: Arithmetic,
         batches: &[u32],
     ) -> Result<Self> {
+        Self::with_state(context, widths, (mode, seed), arithmetic, batches, None)
+    }
+
+    /// The same, with what is kept in pinned host memory.
+    ///
+    /// # Errors
+    /// Errors of the allocator, of copies and of pinning memory.
+    pub(crate) fn with_state(
+        context: &Context,
+        widths: &[u32],
+        (mode, seed): (InitMode, u64),
+        arithmetic: Arithmetic,
+        batches: &[u32],
+        offload: Option<OffloadMode>,
+    ) -> Result<Self> {
         let mut layers = Vec::with_capacity(widths.len() - 1);
+        let mut state = Vec::new();
         for (number, pair) in (0..).zip(widths.windows(2)) {
             let (inputs, outputs) = (pair[0], pair[1]);
             let pitch = arithmetic.pitch(inputs);
             let weight = context.pitched(arithmetic.element(), outputs, inputs, pitch)?;
             let values = initial_weights(mode, seed, number, outputs, inputs);
             context.write_values(&weight, &values)?;
-            let master = if arithmetic.has_master() {
+            let master = if arithmetic.has_master() && offload == Some(OffloadMode::Optimizer) {
+                let mut master = Element::F32.pack(&values, inputs, pitch);
+                // CAST: elements of a matrix in memory. The update reads and writes the padding of the last row, too.
+                master.resize(weight.elements() as usize * size_of::<f32>(), 0);
+                state.push(master);
+                None
+            } else if arithmetic.has_master() {
                 let master = context.pitched(Element::F32, outputs, inputs, pitch)?;
                 context.write_values(&master, &values)?;
                 Some(master)
@@ -165,7 +203,8 @@ impl Mlp {
             0 => None,
             most => Some(context.upload(&vec![0u32; 2 * most])?),
         };
-        Ok(Self { layers, arithmetic, tickets })
+        let offload = if state.is_empty() { None } else { Some(Offload::new(context, &state)?) };
+        Ok(Self { layers, arithmetic, offload, tickets })
     }
 
     /// Arithmetic of the network.
@@ -244,7 +283,7 @@ impl Mlp {
             if apart {
                 device.order_streams(device.stream(), device.stream_of(Role::Update))?;
             }
-            let workspace = self.step_layer(context, layer, &dy, &x, learning_rate)?;
+            let workspace = self.step_layer(context, number, &dy, &x, learning_rate)?;
             if apart {
                 used.push((workspace, x, dx.map(|dx| std::mem::replace(&mut dy, dx))));
             } else if let Some(dx) = dx {
@@ -273,8 +312,8 @@ impl Mlp {
     /// Errors of launches.
     pub fn update(&self, context: &Context, gradients: Vec<LinearGradient>, learning_rate: f32) -> Result<()> {
         let _range = context.device.range(format_args!("update"));
-        for (layer, gradient) in self.layers.iter().zip(gradients) {
-            self.update_layer(context, layer, &gradient, learning_rate)?;
+        for (number, gradient) in gradients.into_iter().enumerate() {
+            self.update_layer(context, number, &gradient, learning_rate)?;
         }
         Ok(())
     }
@@ -285,6 +324,7 @@ impl Mlp {
     /// # Errors
     /// Errors of the allocator and of launches.
     pub fn step(&self, context: &Context, batch: Batch, loss_slot: LossSlot, learning_rate: f32) -> Result<()> {
+        self.begin_offload(context, self.arithmetic.fuse == FuseMode::Update)?;
         if self.arithmetic.fuse == FuseMode::Update {
             let (inputs, dlogits) = self.forward_and_loss(context, batch, loss_slot)?;
             return self.descend(context, inputs, dlogits, learning_rate);

@@ -22,6 +22,8 @@ use vramlab::instruments::{CheckReport, Traced};
 use vramlab::output::{Existing, OutputError, OutputFile, OwnFolder, Reserve};
 use vramlab::{CallCounts, DeviceDescription, IdleCosts, Ledger, Stats};
 
+pub use crate::pinned::{HostMemoryRecord, OffloadRecord};
+
 /// Version of the record; raised when a field changes its meaning or goes away.
 pub const SCHEMA_VERSION: u32 = 1;
 
@@ -165,8 +167,12 @@ pub struct Summary {
     /// The start file that was written.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub start: Option<FileChecksum>,
-    /// Bytes of the weights and biases as they are held: those that products read, their padding, and master weights.
+    /// Bytes of the weights and biases as they are held: those that products read, their padding, and master weights, also on the
+    /// host.
     pub parameter_bytes: u64,
+    /// Pinned host memory, where some was pinned.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub host_memory: Option<HostMemoryRecord>,
     /// Epochs so far.
     pub epochs: Vec<EpochRecord>,
     /// How gradients travel between ranks.

@@ -1,7 +1,7 @@
 //! The account of a run as tables for people.
 
 use crate::ranks::CommunicationRecord;
-use crate::record::{EpochRecord, Status, Summary};
+use crate::record::{EpochRecord, HostMemoryRecord, Status, Summary};
 use crate::settings::{DeviceChoice, Settings};
 use crate::train::{LastAllocation, Outcome};
 use terminal::arguments::name;
@@ -224,6 +224,9 @@ fn memory(summary: &Summary, page: &mut Page) {
     }
     page.title("Memory");
     page.table(&peaks);
+    if let Some(host) = &summary.host_memory {
+        host_memory(host, page);
+    }
     page.title("Where reserved memory went");
     page.table(&parts);
     if ledger.attribution == Attribution::PoolCounters {
@@ -271,6 +274,37 @@ fn asked(summary: &Summary, last: Option<LastAllocation>) -> String {
         }
     };
     format!("{name} asked the driver for memory {times}, {until}")
+}
+
+/// Pinned host memory in a line or two.
+fn host_memory(host: &HostMemoryRecord, page: &mut Page) {
+    let by = host.allocator.as_ref().map_or_else(|| "one a buffer".to_owned(), |name| format!("the pool is {name}"));
+    page.note(format!(
+        "pinned host memory: {} at the peak for {} requested, by {} ({}, {by}) that took {}; {} copied to the device, {} back; the \
+         host waited {} for staging buffers",
+        Bytes(host.peak_reserved_bytes),
+        Bytes(host.peak_requested_bytes),
+        counted(host.pin_calls, "call"),
+        host.pinning,
+        seconds(host.pin_s),
+        Bytes(host.to_device_bytes),
+        Bytes(host.to_host_bytes),
+        seconds(host.staging_wait_s),
+    ));
+    if let Some(offload) = &host.offload {
+        let waited =
+            offload.step_wait_s.map_or_else(String::new, |s| format!("; updates waited {} for it a step", seconds(s)));
+        page.note(format!(
+            "optimizer's state on the host: {}, of which at most {} are on the device{waited}",
+            Bytes(offload.state_bytes),
+            Bytes(offload.window_bytes)
+        ));
+    }
+}
+
+/// A number of things.
+fn counted(count: u64, thing: &str) -> String {
+    format!("{} {thing}{}", grouped(count), if count == 1 { "" } else { "s" })
 }
 
 /// In which memory call the host waited, and for how much of it.

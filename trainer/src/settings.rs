@@ -40,6 +40,27 @@ pub enum LoaderMode {
     Resident,
 }
 
+/// How host memory is pinned, for `--loader pinned` and `--offload`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum PinMode {
+    /// Each buffer by cudaHostAlloc, kept for the run.
+    #[default]
+    Plain,
+    /// Each buffer as ordinary memory that is touched and registered (cudaHostRegister), kept for the run.
+    Registered,
+    /// Blocks of the allocator host-exact over cudaHostAlloc, one for each batch.
+    Pooled,
+}
+
+/// What is kept in pinned host memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum OffloadMode {
+    /// The optimizer's state: the f32 master weights of a bf16 or f16 network, copied to the device for each update and back.
+    Optimizer,
+}
+
 /// Launch mode of a training step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
@@ -181,6 +202,14 @@ pub struct Settings {
     /// How batches reach the device
     #[arg(long, value_enum, default_value_t, help_heading = "Device and data")]
     pub loader: LoaderMode,
+    /// How host memory is pinned, for --loader pinned and --offload [default: plain]
+    #[arg(long, value_enum, help_heading = "Device and data")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pin: Option<PinMode>,
+    /// What is kept in pinned host memory, with a stream of its own for its copies
+    #[arg(long, value_enum, help_heading = "Device and data")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub offload: Option<OffloadMode>,
 
     /// Learning rate
     #[arg(
@@ -325,6 +354,13 @@ impl Settings {
     pub fn steps_in_graph(&self) -> Option<u32> {
         let usual = if self.sync == SyncMode::Never { USUAL_GRAPH_STEPS } else { 1 };
         (self.launch == LaunchMode::Graph).then(|| self.graph_steps.unwrap_or(usual))
+    }
+
+    /// How host memory is pinned; `None` where none is.
+    #[must_use]
+    pub fn pin_mode(&self) -> Option<PinMode> {
+        let pins = self.loader == LoaderMode::Pinned || self.offload.is_some();
+        pins.then(|| self.pin.unwrap_or_default())
     }
 
     /// The data to train on.

@@ -106,6 +106,12 @@ fn run_part(
         device.name_launches(Arc::clone(calls));
     }
     device.open_streams(settings.streams)?;
+    if let Some(mode) = settings.pin_mode() {
+        device.pin(mode)?;
+    }
+    if settings.offload.is_some() {
+        device.open_offload()?;
+    }
     device.prepare(&settings.arithmetic()?)?;
     observer.device(&device);
     let backend = group.as_ref().map(|group| device.join(group)).transpose()?;
@@ -186,6 +192,8 @@ struct Run {
     peak_pending_bytes: u64,
     /// Number of steps whose waits for sums were timed, and the total of these waits in ns.
     sum_waits: (u64, u64),
+    /// Number of steps whose waits for the optimizer's state were timed, and the total of these waits in ns.
+    offload_waits: (u64, u64),
     /// Declared before `context`: the allocator is dropped before the device that it allocates from.
     stack: Stack,
     context: Context,
@@ -204,19 +212,22 @@ impl Run {
         let widths = check::network(settings, dataset)?;
         let arithmetic = settings.arithmetic()?;
         let parameter_bytes = mlp::parameter_bytes(&widths, &arithmetic);
+        let on_host = if settings.offload.is_some() { mlp::state_bytes(&widths, &arithmetic) } else { 0 };
+        let on_device = parameter_bytes - on_host;
+        check::pinned_memory(on_host, HostRoom::now())?;
         let limit = settings.memory_limit.or(settings.allocator.memory_limit());
-        if let Some(limit) = limit.filter(|limit| *limit < parameter_bytes) {
+        if let Some(limit) = limit.filter(|limit| *limit < on_device) {
             return Err(TrainError::Input(format!(
                 "--memory-limit {} is less than the model's weights, {}: raise it, or lower --hidden or --layers",
                 Bytes(limit),
-                Bytes(parameter_bytes)
+                Bytes(on_device)
             )));
         }
         let description = device.describe();
-        if parameter_bytes > description.total_bytes {
+        if on_device > description.total_bytes {
             return Err(TrainError::Input(format!(
                 "the model's weights, {}, are more than the memory of {}, {}: lower --hidden or --layers",
-                Bytes(parameter_bytes),
+                Bytes(on_device),
                 description.name,
                 Bytes(description.total_bytes)
             )));
@@ -268,6 +279,7 @@ impl Run {
             },
             start: None,
             parameter_bytes,
+            host_memory: None,
             epochs: Vec::new(),
             communication: None,
             ranks: Vec::new(),
@@ -303,6 +315,7 @@ impl Run {
             group,
             peak_pending_bytes: 0,
             sum_waits: (0, 0),
+            offload_waits: (0, 0),
             stack,
             context: Context { memory, device },
         })
@@ -325,7 +338,8 @@ impl Run {
         let context = &self.context;
         let arithmetic = settings.arithmetic()?;
         let batches = batches(settings, dataset, self.group.as_deref());
-        let model = Mlp::new(context, &widths, settings.init, settings.seed, arithmetic, &batches)?;
+        let start = (settings.init, settings.seed);
+        let model = Mlp::with_state(context, &widths, start, arithmetic, &batches, settings.offload)?;
         let new_loader =
             |split: &Split| Loader::new(context, split, dataset.features, settings.batch, settings.loader, &arithmetic);
         let mut loaders = (new_loader(&dataset.train)?, new_loader(&dataset.validation)?);
@@ -350,6 +364,8 @@ impl Run {
             self.append_history()?;
             self.append_latency()?;
             self.update_summary();
+            let offload = model.offload_record(self.offload_waits);
+            self.summary.host_memory = self.context.device.host_memory().record(offload);
             let pending = rows.iter().map(|row| row.active_bytes.saturating_sub(row.allocated_bytes)).max();
             self.peak_pending_bytes = self.peak_pending_bytes.max(pending.unwrap_or_default());
             let stop_here = ended.is_err() || left == 0;
@@ -519,6 +535,7 @@ fn effective(
             gemm: Some(gemm),
             loss_scale: Some(loss_scale),
             graph_steps: settings.steps_in_graph(),
+            pin: settings.pin_mode(),
             bucket: of_rank.then(|| settings.bucket.unwrap_or(mlp::USUAL_BUCKET)),
             overlap: of_rank.then(|| settings.overlap.unwrap_or(true)),
             buffers: of_rank.then(|| settings.buffers.unwrap_or_default()),

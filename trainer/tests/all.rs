@@ -15,6 +15,7 @@ mod export;
 mod gradient;
 mod latency;
 mod launch;
+mod pinned;
 mod readme;
 mod same_loss;
 mod schema;

@@ -5,7 +5,7 @@ use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use trainer::Settings;
 use trainer::arithmetic::{Dtype, FuseMode};
-use trainer::settings::{LaunchMode, LoaderMode, ProfileSteps, SyncMode};
+use trainer::settings::{LaunchMode, LoaderMode, OffloadMode, PinMode, ProfileSteps, SyncMode};
 use vramlab::Path;
 use vramlab::backends::{self, stream_ordered};
 use vramlab::histories::formats::Export;
@@ -220,8 +220,10 @@ fn runs() -> Vec<FinishedRun> {
     let mut runs: Vec<FinishedRun> = arms(&full).into_iter().map(|(_, settings)| train(&settings).finished()).collect();
     runs.push(
         train(&Settings {
-            steps: Some(3),
+            steps: Some(8),
             loader: LoaderMode::Pinned,
+            pin: Some(PinMode::Pooled),
+            offload: Some(OffloadMode::Optimizer),
             sync: SyncMode::Op,
             profile_steps: Some(ProfileSteps { first: 2, last: 3 }),
             dtype: Dtype::F16,

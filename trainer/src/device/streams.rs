@@ -32,13 +32,22 @@ pub(super) struct Streams {
     events: Vec<OwnedEvent>,
     /// The stream of sums over several GPUs.
     communication: Option<StreamId>,
+    /// The stream of copies of what is kept on the host.
+    offload: Option<StreamId>,
 }
 
 impl Streams {
     /// One stream for everything.
     pub(super) fn alone(stream: StreamId) -> Self {
         let of = [stream; Role::ALL.len()];
-        Self { of, count: 1, current: AtomicU64::new(stream.get()), events: Vec::new(), communication: None }
+        Self {
+            of,
+            count: 1,
+            current: AtomicU64::new(stream.get()),
+            events: Vec::new(),
+            communication: None,
+            offload: None,
+        }
     }
 
     pub(super) fn current(&self) -> StreamId {
@@ -48,13 +57,14 @@ impl Streams {
 
     pub(super) fn names(&self) -> impl Iterator<Item = (StreamId, &'static str)> {
         let of_roles = self.of.into_iter().zip(Role::ALL).take(self.count).map(|(stream, role)| (stream, role.name()));
-        of_roles.chain(self.communication.map(|stream| (stream, "communication")))
+        let own = [(self.communication, "communication"), (self.offload, "offload")];
+        of_roles.chain(own.into_iter().filter_map(|(stream, name)| Some((stream?, name))))
     }
 
     /// Errors are of no use; what is left then goes with the context.
     pub(super) fn destroy(&mut self, driver: &dyn Driver) {
         self.events.clear();
-        for stream in self.of.into_iter().take(self.count).chain(self.communication) {
+        for stream in self.of.into_iter().take(self.count).chain(self.communication).chain(self.offload) {
             // SAFETY: the stream belongs to the device, whose users are gone.
             let _ = unsafe { driver.stream_destroy(stream) };
         }
@@ -131,6 +141,21 @@ impl Device {
     /// The stream of sums over several GPUs; the current one where there is none.
     pub(crate) fn communication(&self) -> StreamId {
         self.streams.communication.unwrap_or_else(|| self.stream())
+    }
+
+    /// Gives copies of what is kept on the host a stream.
+    ///
+    /// # Errors
+    /// Errors of the driver.
+    pub(crate) fn open_offload(&mut self) -> Result<()> {
+        self.streams.offload = Some(self.driver.stream_create()?);
+        self.name_in_profiler();
+        Ok(())
+    }
+
+    /// The stream of copies of what is kept on the host; the current one where there is none.
+    pub(crate) fn offload(&self) -> StreamId {
+        self.streams.offload.unwrap_or_else(|| self.stream())
     }
 
     /// The stream of a role.

@@ -266,17 +266,26 @@ impl Mlp {
         learning_rate / self.arithmetic.loss_scale
     }
 
-    /// Steps a layer along its gradient.
+    /// Steps the layer of this number along its gradient.
     pub(super) fn update_layer(
         &self,
         context: &Context,
-        layer: &Linear,
+        number: usize,
         gradient: &LinearGradient,
         learning_rate: f32,
     ) -> Result<()> {
+        let layer = &self.layers[number];
         let slot = GradientSlot { weight: gradient.weight.addr(), bias: gradient.bias.addr() };
-        // SAFETY: the gradient is live, of the layer's shapes and pitch, and is freed on the stream after these launches.
-        unsafe { self.update_from(context, layer, slot, learning_rate) }
+        let stream = context.device.stream();
+        let fetched = self.offload.as_ref().map(|offload| offload.take(context, number, stream)).transpose()?;
+        let master = fetched.as_ref().map(|master| master.addr().get()).or(layer.master.as_ref().map(Matrix::addr));
+        // SAFETY: the gradient is live, of the layer's shapes and pitch, and is freed on the stream after these launches. State from
+        // the host is of the weights' shape and pitch, and what frees it waits for these launches.
+        unsafe { self.update_with(context, layer, master, slot, learning_rate)? };
+        match (&self.offload, fetched) {
+            (Some(offload), Some(master)) => offload.put_back(context, number, master, stream),
+            _ => Ok(()),
+        }
     }
 
     /// Steps a layer along the gradient in a slot.
@@ -290,7 +299,22 @@ impl Mlp {
         slot: GradientSlot,
         learning_rate: f32,
     ) -> Result<()> {
-        let master = layer.master.as_ref().map(Matrix::addr);
+        // SAFETY: passed on; the master weights are the layer's own.
+        unsafe { self.update_with(context, layer, layer.master.as_ref().map(Matrix::addr), slot, learning_rate) }
+    }
+
+    /// The same with master weights at an address.
+    ///
+    /// # Safety
+    /// As for [`update_from`](Self::update_from), of the slot and of the master weights.
+    unsafe fn update_with(
+        &self,
+        context: &Context,
+        layer: &Linear,
+        master: Option<u64>,
+        slot: GradientSlot,
+        learning_rate: f32,
+    ) -> Result<()> {
         let pairs = [(&layer.weight, master, slot.weight), (&layer.bias, None, slot.bias)];
         for (weights, master, gradient) in pairs {
             let sgd = Sgd {
@@ -312,18 +336,26 @@ impl Mlp {
     pub(super) fn step_layer(
         &self,
         context: &Context,
-        layer: &Linear,
+        number: usize,
         dy: &Matrix,
         x: &Matrix,
         learning_rate: f32,
     ) -> Result<Option<DeviceBuffer>> {
-        let mut update = self.update_by(layer, dy, x, learning_rate);
+        let mut update = self.update_by(&self.layers[number], dy, x, learning_rate);
         let (workspace, addr) = self.workspace(context, update.workspace_bytes(), update.tickets())?;
         update.workspace = addr;
         let _on = context.device.on(Role::Update);
+        let stream = context.device.stream();
+        let fetched = self.offload.as_ref().map(|offload| offload.take(context, number, stream)).transpose()?;
+        if let Some(master) = &fetched {
+            update.master = Some(master.addr().get());
+        }
         // SAFETY: as for the forward product; nothing else that is queued before this launch's end reads the weights. The
         // caller keeps all that the launch reads, if its stream is another.
         unsafe { context.device.run(&update)? };
+        if let (Some(offload), Some(master)) = (&self.offload, fetched) {
+            offload.put_back(context, number, master, stream)?;
+        }
         Ok(workspace)
     }
 

@@ -163,6 +163,8 @@ impl Pass<'_> {
             let (sampled, waited_ns) = buckets.take_waits(&run.context)?;
             run.sum_waits = (run.sum_waits.0 + sampled, run.sum_waits.1 + waited_ns);
         }
+        let (sampled, waited_ns) = self.model.take_waits(&run.context)?;
+        run.offload_waits = (run.offload_waits.0 + sampled, run.offload_waits.1 + waited_ns);
         drop(events);
         let device = &run.context.device;
         let busy = device.busy_ns().zip(busy_before).map(|(now, before)| seconds(now - before));

@@ -22,7 +22,7 @@ pub(super) struct StepOf<'a> {
     pub(super) part: Option<Part<'a>>,
 }
 
-/// Every which step of an eager run times the waits for sums: rarely enough to cost nothing that shows.
+/// Every which step of an eager run times the waits for sums and for state on the host: rarely enough to cost nothing that shows.
 const SAMPLED_EVERY: u64 = 8;
 
 /// One rank's part of the steps.
@@ -123,9 +123,11 @@ impl Stepper {
         if let Some(graphs) = &mut self.graphs {
             return graphs.step(context, loader, of, (range.len(), count));
         }
+        let sampled = step % SAMPLED_EVERY == SAMPLED_EVERY - 1;
         if let Some(part) = &of.part {
-            part.buckets.sample(step % SAMPLED_EVERY == SAMPLED_EVERY - 1);
+            part.buckets.sample(sampled);
         }
+        of.model.sample_waits(sampled);
         let slot = self.losses().addr().get();
         of.queue(context, loader, LossSlot::at(slot + 4 * step), range)
     }
