@@ -3,7 +3,7 @@
 
 use std::path::{Path, PathBuf};
 use vramlab_device::budget::Budget;
-use vramlab_histories::formats::{HostEvent, ReadOptions, StackId, read};
+use vramlab_histories::formats::{Action, HostEvent, ReadOptions, StackId, read};
 use vramlab_histories::host::{HostOp, HostReplay, HostReport, HostTrace, HostTraceBuilder, Sizes, replay_host};
 use vramlab_policies::Selection;
 use vramlab_policies::backends::parse_host_list;
@@ -68,5 +68,30 @@ fn exact_blocks_pin_less_than_powers_of_two() {
         let peak = |report: &HostReport| report.stats.reserved_bytes.all.peak;
         assert!(peak(&exact) < peak(&pytorch), "{name}: {} and {}", peak(&exact), peak(&pytorch));
         assert!(peak(&exact) >= trace.peak_live, "{name}: nothing pins less than what is live");
+    }
+}
+
+#[test]
+fn memory_of_this_machine_is_pinned_by_a_device() {
+    use std::sync::Arc;
+    use vramlab_device::{Driver, Profile, SimDriver, sim::SimMemory};
+    let mut builder = HostTraceBuilder::new(Sizes::Requested, false, &Budget::default());
+    for number in 1..=5 {
+        let (action, addr, bytes) = (Action::Alloc, number << 40, number * 300_000);
+        builder
+            .push(&HostEvent { action, addr, bytes, stream: 0, time_ns: number, stack: StackId::default() })
+            .unwrap();
+    }
+    let trace = builder.finish();
+    for alloc in ["host-exact", "host-pytorch", "host-pytorch:pinned_use_cuda_host_register=true"] {
+        let list = parse_host_list(alloc).unwrap();
+        let device = Arc::new(SimDriver::new(Profile::h200(), SimMemory::None));
+        let options = HostReplay { device: Some(device.clone() as Arc<dyn Driver>), ..HostReplay::default() };
+        let report = replay_host(&trace, &list[0], &options).unwrap();
+        let simulated = replay_host(&trace, &list[0], &HostReplay::default()).unwrap();
+        assert_eq!(report.stats.reserved_bytes.all, simulated.stats.reserved_bytes.all, "{alloc}");
+        assert_eq!((report.account.pins, report.pinning), (simulated.account.pins, simulated.pinning), "{alloc}");
+        let ns = report.account.pin_ns.unwrap();
+        assert!(ns > 0 && device.clock().now_ns() >= ns, "{alloc}: on the device's clock");
     }
 }

@@ -32,12 +32,12 @@ pub(crate) struct ReplayArgs {
     alloc: Vec<HostLists>,
     /// Replay pinned host memory under host-pytorch, host-exact, host-cupy and host-rmm-pool: that of a snapshot of PyTorch 2.14 and
     /// newer, or any other recording read as requests of host memory
-    #[arg(long, conflicts_with_all = ["against", "addresses", "completion", "gpu", "touch", "device", "repeats", "plan"])]
+    #[arg(long, conflicts_with_all = ["against", "addresses", "completion", "gpu", "touch", "repeats", "plan"])]
     host: bool,
     /// What pinning costs with --host: h100x8, g6.4xlarge or a JSON file [default: h100x8]
     #[arg(long, value_name = "MACHINE", requires = "host")]
     pin_costs: Option<String>,
-    /// sim, sim:PROFILE.json, null (no costs), cuda or cuda:N
+    /// sim, sim:PROFILE.json, null (no costs), cuda or cuda:N; with --host sim, or cuda for pinned memory of this machine
     #[arg(long, value_name = "DEVICE", default_value = "sim")]
     device: DeviceName,
     /// Segment addresses: chosen by the device (own); as recorded; or of the next recorded segment of the same size, others below
@@ -248,6 +248,7 @@ pub(crate) fn replay(args: &ReplayArgs) -> Result<()> {
             alloc: &args.alloc,
             limit: args.limit,
             costs: args.pin_costs.as_deref(),
+            device: &args.device,
             read: &args.read,
             json: args.json,
         });

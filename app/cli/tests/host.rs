@@ -102,6 +102,21 @@ fn requests_of_any_trace_are_replayed_as_host_memory() {
 }
 
 #[test]
+fn a_simulated_host_has_no_device_of_its_own() {
+    let test_dir = TestDir::new();
+    let event = json!({"time_ns": 1, "action": "alloc", "addr": 64, "size": MIB, "stream": 0}).to_string() + "\n";
+    test_dir.file("requests.jsonl", &event);
+    let replay = ["replay", "--host", "requests.jsonl", "--device"];
+    for (device, words) in [(&["null"][..], "write sim"), (&["sim:none.json"], "write sim")] {
+        test_dir.run(&[&replay[..], device].concat()).refused(2, &[words]);
+    }
+    for option in [&["--limit", "1GiB"][..], &["--pin-costs", "h100x8"]] {
+        test_dir.run(&[&replay[..], &["cuda"], option].concat()).refused(2, &[option[0], "simulated host"]);
+    }
+    assert_eq!(rows(&test_dir, &["requests.jsonl", "--device", "sim"])[0]["device"], "sim");
+}
+
+#[test]
 fn overruns_before_the_scan_are_counted() {
     let test_dir = TestDir::new();
     let event = |action: &str, addr: u64, size: u64| {

@@ -21,9 +21,12 @@ const UNLIMITED: u64 = 1 << 50;
 /// How a trace is replayed.
 #[derive(Clone, Debug)]
 pub struct HostReplay {
-    /// What pinning costs.
+    /// The device by whose driver memory of this machine is pinned; `None` for a simulated host. It needs as much memory as the
+    /// allocator reserves.
+    pub device: Option<Arc<dyn Driver>>,
+    /// What pinning costs on a simulated host.
     pub costs: HostCosts,
-    /// Bytes that the host can pin; `None` for no limit.
+    /// Bytes that a simulated host can pin; `None` for no limit.
     pub limit: Option<u64>,
     /// Which bound of each request is replayed, where the trace has blocks.
     pub side: Side,
@@ -31,7 +34,7 @@ pub struct HostReplay {
 
 impl Default for HostReplay {
     fn default() -> Self {
-        Self { costs: HostCosts::h100x8(), limit: None, side: Side::Most }
+        Self { device: None, costs: HostCosts::h100x8(), limit: None, side: Side::Most }
     }
 }
 
@@ -174,15 +177,21 @@ struct Run<'t> {
     report: HostReport,
 }
 
-/// Replays a trace under an allocator of host memory on a simulated host.
+/// Replays a trace under an allocator of host memory, on a simulated host or on this machine.
 ///
 /// # Errors
 /// [`ReplayError::Alloc`] when the allocator cannot be built or fails for another reason than lack of memory.
 pub fn replay_host(trace: &HostTrace, alloc: &Selection, options: &HostReplay) -> Result<HostReport, ReplayError> {
     let settings = alloc.settings().json();
     let pinning = pinning(&settings);
-    let device: Arc<dyn Driver> = Arc::new(NullDriver::new(options.limit.unwrap_or(UNLIMITED)));
-    let host_driver = Arc::new(HostDriver::simulated(device, options.costs.clone(), pinning));
+    let host_driver = Arc::new(match (&options.device, pinning) {
+        (Some(device), Pinning::Alloc) => HostDriver::real(Arc::clone(device)),
+        (Some(device), Pinning::Register { threads }) => HostDriver::registered(Arc::clone(device), threads, false),
+        (None, pinning) => {
+            let device: Arc<dyn Driver> = Arc::new(NullDriver::new(options.limit.unwrap_or(UNLIMITED)));
+            HostDriver::simulated(device, options.costs.clone(), pinning)
+        }
+    });
     let hook = Completing(Mutex::default());
     let events = Arc::new(HookedDriver::with_hook(Arc::clone(&host_driver) as Arc<dyn Driver>, hook));
     let driver: Arc<dyn Driver> = Arc::clone(&events) as Arc<dyn Driver>;

@@ -9,12 +9,13 @@ use anyhow::{Context, Result, bail};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use terminal::arguments::heading;
 use terminal::provenance::Provenance;
 use terminal::{Bar, Cell, Comparison, Page, seconds};
 use vramlab::backends::{MemoryKind, SelectionError, hosts, parse_host_list, parse_list};
 use vramlab::histories::host::{HostReplay, HostReport, HostTrace, Overruns, Side, Sizes, replay_host};
-use vramlab::{Bytes, HostCosts, Selection};
+use vramlab::{Bytes, CudaDriver, DeviceKind, DeviceName, Driver, HostCosts, Selection};
 
 /// The allocators of one option of `replay`: of a GPU's memory, or with `--host` of pinned memory.
 #[derive(Clone, Debug, PartialEq)]
@@ -87,7 +88,9 @@ struct HostRow {
     pinning: String,
     /// Seconds in the calls that pinned memory; `null` where no cost was measured.
     pin_s: Option<f64>,
-    /// Machine of these costs, and the measurement.
+    /// `cuda`: memory of this machine was pinned; `sim`: the time is by published costs.
+    device: DeviceKind,
+    /// Machine of these costs, and the measurement; `measured` where memory was pinned.
     costs: String,
     costs_source: String,
     provenance: Provenance,
@@ -103,6 +106,7 @@ pub(crate) struct HostArgs<'a> {
     pub(crate) alloc: &'a [HostLists],
     pub(crate) limit: Option<Bytes>,
     pub(crate) costs: Option<&'a str>,
+    pub(crate) device: &'a DeviceName,
     pub(crate) read: &'a ReadArgs,
     pub(crate) json: bool,
 }
@@ -118,6 +122,7 @@ pub(crate) fn replay(args: HostArgs<'_>) -> Result<()> {
         bail!("{} allocates a GPU's memory; with --host choose among {}", device.name(), names.join(", "));
     }
     chosen.iter().try_for_each(Selection::check)?;
+    let device = device(&args)?;
     let costs = costs(args.costs)?;
     let bar = Bar::new(
         (args.files.len() * chosen.len()) as u64,
@@ -130,7 +135,7 @@ pub(crate) fn replay(args: HostArgs<'_>) -> Result<()> {
         uses.push(describe(&recording.trace, &recording.origins));
         for alloc in &chosen {
             bar.message(format!("{} under {alloc}", file.display()));
-            rows.push(run(file, &recording, alloc, &costs, args.limit)?);
+            rows.push(run(file, &recording, alloc, (&costs, device.as_ref()), args.limit)?);
             bar.advance(1);
         }
     }
@@ -143,6 +148,25 @@ pub(crate) fn replay(args: HostArgs<'_>) -> Result<()> {
         report(rows, held, &mut page);
     }
     page.print()
+}
+
+/// The GPU whose driver pins memory of this machine; `None` for a simulated host.
+fn device(args: &HostArgs<'_>) -> Result<Option<Arc<dyn Driver>>> {
+    let number = match args.device {
+        DeviceName::Sim(None) => return Ok(None),
+        DeviceName::Cuda(number) => *number,
+        other => bail!(
+            "--device {other}: with --host write sim, whose costs --pin-costs chooses, or cuda for this machine's memory"
+        ),
+    };
+    for (given, option) in [(args.limit.is_some(), "--limit"), (args.costs.is_some(), "--pin-costs")] {
+        if given {
+            bail!("{option} is for a simulated host; leave it out, or --device {}", args.device);
+        }
+    }
+    let driver = CudaDriver::new(number)?;
+    driver.bind_to_thread()?;
+    Ok(Some(Arc::new(driver)))
 }
 
 /// The costs of a built-in machine, or of a file.
@@ -167,7 +191,7 @@ fn run(
     file: &Path,
     recording: &HostRecording,
     alloc: &Selection,
-    costs: &HostCosts,
+    (costs, device): (&HostCosts, Option<&Arc<dyn Driver>>),
     limit: Option<Bytes>,
 ) -> Result<HostRow> {
     let trace = &recording.trace;
@@ -175,7 +199,8 @@ fn run(
     selection.adopt(&recording.settings);
     selection.check()?;
     let replayed = |side| -> Result<HostReport> {
-        let options = HostReplay { costs: costs.clone(), limit: limit.map(|limit| limit.0), side };
+        let (device, limit) = (device.map(Arc::clone), limit.map(|limit| limit.0));
+        let options = HostReplay { device, costs: costs.clone(), limit, side };
         replay_host(trace, &selection, &options).map_err(|error| failed(file, error))
     };
     let report = replayed(Side::Most)?;
@@ -209,8 +234,10 @@ fn run(
         pinning: report.pinning.to_string(),
         // CAST: nanoseconds far below 2^53.
         pin_s: report.account.pin_ns.map(|ns| ns as f64 / 1e9),
-        costs: costs.name.clone(),
-        costs_source: costs.source.clone(),
+        device: device.map_or(DeviceKind::Sim, |device| device.describe().kind),
+        costs: device.map_or_else(|| costs.name.clone(), |_| "measured".to_owned()),
+        costs_source: device
+            .map_or_else(|| costs.source.clone(), |device| format!("the host of {}", device.describe().name)),
         provenance: Provenance::of(terminal::built!()),
         powers_of_two: trace.blocks.iter().all(|block| block.bytes.is_power_of_two()),
         allocator_settings: report.settings,
