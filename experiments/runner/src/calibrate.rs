@@ -5,9 +5,10 @@
 //! `fit-program` replace them with a GPU's. Calibration on the simulated device reproduces the profile that it runs
 //! on; the tests rely on that. In addition to the profile it reports the percentiles of every call, on the idle device
 //! and concurrent with a running kernel, and the bandwidth and rate of kernels. On a machine with several GPUs all-reduces
-//! of them give the latency and bandwidth of the links.
+//! of them give the latency and bandwidth of the links. `--only-host` measures pinned host memory instead.
 
 mod costs;
+mod host;
 mod kernels;
 mod links;
 mod measure;
@@ -44,6 +45,9 @@ pub(crate) struct CalibrateArgs {
     /// Measure only the links; all other costs are those of --profile
     #[arg(long)]
     only_links: bool,
+    /// Measure only pinned host memory: calls that pin, copies, a pool; --out is then a file for vramlab replay --host --pin-costs
+    #[arg(long, conflicts_with_all = ["only_links", "gpus", "profile"])]
+    only_host: bool,
     /// Write the new profile to this file
     #[arg(short, long, value_name = "FILE")]
     out: PathBuf,
@@ -198,6 +202,9 @@ struct Calibration {
 
 /// Measures a device, writes its profile and prints the measurements.
 pub(crate) fn calibrate(args: &CalibrateArgs) -> Result<()> {
+    if args.only_host {
+        return host::calibrate(args);
+    }
     // Open the outputs before the minutes that measuring takes.
     let begin = |path: &PathBuf| OutputFile::create(path, Existing::Replace);
     let (out, measurements) = (begin(&args.out)?, args.measurements.as_ref().map(begin).transpose()?);

@@ -8,7 +8,7 @@ use serde_json::json;
 use std::io::Write;
 use std::path::Path;
 use std::process::Stdio;
-use vramlab::Profile;
+use vramlab::{HostCosts, Profile};
 
 /// `compare` with small networks on iris, with enough epochs for a steady one.
 fn compare(test_dir: &TestDir, before: &[&str], after: &[&str]) -> Ran {
@@ -249,6 +249,33 @@ fn calibration_writes_a_profile_and_what_it_measured() {
     let file = test_dir.write("timings.jsonl", lines.join("\n"));
     test_dir.run(&["fit-kernels", &file, "--out", "fitted.json"]).ok();
     let bad = ["calibrate", "--device", "null", "--source", "a", "--out", "b"];
+    test_dir.run(&bad).refused(2, &["cannot be calibrated"]);
+}
+
+#[test]
+fn costs_of_pinned_memory_are_written_for_replays() {
+    let test_dir = TestDir::new();
+    let calibrate = ["calibrate", "--device", "sim", "--only-host", "--source", "a test", "-o", "costs.json"];
+    let text = test_dir.run(&[&calibrate[..], &["-m", "host.json"]].concat()).ok().stdout;
+    for words in
+        ["cudaHostAlloc", "cudaHostRegister", "pays after", "replay --host snapshot.pickle --pin-costs costs.json"]
+    {
+        assert!(text.contains(words), "{words}: {text}");
+    }
+    let costs = HostCosts::from_json(&std::fs::read_to_string(test_dir.at("costs.json")).unwrap()).unwrap();
+    assert_eq!(costs, HostCosts { source: "a test".to_owned(), ..HostCosts::h100x8() });
+    let text = std::fs::read_to_string(test_dir.at("host.json")).unwrap();
+    let measured: serde_json::Value = serde_json::from_str(&text).unwrap();
+    assert_eq!((&measured["schema_version"], &measured["clock"]), (&json!(1), &json!("virtual")));
+    assert!(measured["command"].as_array().unwrap().contains(&json!("--only-host")), "{measured}");
+    assert!(measured["machine"]["processors"].as_u64().unwrap() > 0);
+    let counts = ["pins", "copies", "pool"].map(|key| measured[key].as_array().unwrap().len());
+    // Three sizes by cudaHostAlloc and three numbers of threads; five sizes, four kinds of memory, two directions; three sizes.
+    assert_eq!(counts, [12, 40, 3]);
+    for option in [&["--only-links"][..], &["--gpus", "2"], &["--profile", "p.json"]] {
+        assert_eq!(test_dir.run(&[&calibrate[..], option].concat()).code, Some(2), "{option:?}");
+    }
+    let bad = ["calibrate", "--device", "null", "--only-host", "--source", "a", "-o", "b"];
     test_dir.run(&bad).refused(2, &["cannot be calibrated"]);
 }
 
