@@ -20,6 +20,7 @@
 mod driver;
 mod graphs;
 mod handles;
+mod peers;
 mod pools;
 mod probe;
 mod vmm;
@@ -39,7 +40,7 @@ use std::cell::Cell;
 use std::fmt;
 use std::ptr;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 
 thread_local! {
     /// Serial number of the driver whose context is current on this thread; 0 before the first call.
@@ -64,6 +65,8 @@ pub struct CudaDriver {
     live: Handles,
     /// The properties of created memory.
     memory: vmm::Requested,
+    /// Other GPUs that may use new memory.
+    peers: OnceLock<Vec<CUdevice>>,
     noted_captures: NotedCaptures,
     /// Held while a capture is ended or its graph is read, so that no node is destroyed meanwhile.
     captured: Mutex<()>,
@@ -112,6 +115,7 @@ impl CudaDriver {
             clock: Arc::new(MonotonicClock::new()),
             live: Handles::new(),
             memory,
+            peers: OnceLock::new(),
             noted_captures: NotedCaptures::default(),
             captured: Mutex::new(()),
             guest: false,
@@ -281,8 +285,13 @@ impl CudaDriver {
 
     /// This device as a location of memory.
     fn location(&self) -> CUmemLocation {
-        CUmemLocation { type_: CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE, id: self.device }
+        location_of(self.device)
     }
+}
+
+/// A device as a location of memory.
+fn location_of(device: CUdevice) -> CUmemLocation {
+    CUmemLocation { type_: CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE, id: device }
 }
 
 impl fmt::Debug for CudaDriver {

@@ -6,9 +6,10 @@
 use super::{CudaDriver, check, refusal};
 use crate::{CallKind, CapturedWork, DriverResult, GraphDriver, GraphId, PoolCounters, StreamId};
 use cudarc::driver::sys::{
-    self, CUgraph, CUgraphEdgeData, CUgraphExec, CUgraphInstantiate_flags, CUgraphMem_attribute, CUgraphNode, CUresult,
-    CUstream, CUstreamCaptureMode, CUstreamCaptureStatus,
+    self, CUDA_KERNEL_NODE_PARAMS, CUgraph, CUgraphEdgeData, CUgraphExec, CUgraphInstantiate_flags,
+    CUgraphMem_attribute, CUgraphNode, CUgraphNodeType, CUresult, CUstream, CUstreamCaptureMode, CUstreamCaptureStatus,
 };
+use std::mem::MaybeUninit;
 use std::sync::{MutexGuard, PoisonError};
 use std::{ptr, slice};
 
@@ -113,6 +114,52 @@ impl CudaDriver {
         // SAFETY: the call wrote where `count` nodes lie, which stay there until the stream is called again.
         let nodes = if count == 0 { &[] } else { unsafe { slice::from_raw_parts(nodes, count) } };
         of(id, nodes).map(Some)
+    }
+}
+
+/// The number of blocks that a node launches; `None` if it is not a kernel.
+///
+/// # Safety
+/// As for [`dependencies`].
+unsafe fn blocks(node: u64) -> DriverResult<Option<u64>> {
+    let call = CallKind::StreamIsCapturing;
+    // CAST: a handle is stored as its value.
+    let node = node as CUgraphNode;
+    // Room for the type as a number, so that a value that cudarc's enum does not know does no harm.
+    let mut kind = 0u32;
+    // SAFETY: the node is live (the caller's promise), and the pointer is to a live value of the enum's size.
+    check(call, unsafe { sys::cuGraphNodeGetType(node, (&raw mut kind).cast()) })?;
+    // CAST: the enum's value.
+    if kind != CUgraphNodeType::CU_GRAPH_NODE_TYPE_KERNEL as u32 {
+        return Ok(None);
+    }
+    let mut parameters = MaybeUninit::<CUDA_KERNEL_NODE_PARAMS>::zeroed();
+    // SAFETY: the node is a live kernel, and the pointer is to room for its parameters, which the call writes.
+    check(call, unsafe { sys::cuGraphKernelNodeGetParams_v2(node, parameters.as_mut_ptr()) })?;
+    // SAFETY: written by the call; all its fields are numbers and pointers, for which zeros are valid, too.
+    let parameters = unsafe { parameters.assume_init() };
+    Ok(Some([parameters.gridDimX, parameters.gridDimY, parameters.gridDimZ].into_iter().map(u64::from).product()))
+}
+
+impl CudaDriver {
+    /// Number of blocks of each kernel that the next work of a stream follows in the stream's capture, in no particular order;
+    /// empty where the stream is not in a capture. O(nodes).
+    ///
+    /// # Errors
+    /// When the driver refuses a query.
+    pub fn captured_blocks(&self, stream: StreamId) -> DriverResult<Vec<u64>> {
+        let found = self.of_capture(stream, |capture, front| {
+            let mut past = CapturedWork { capture, ..CapturedWork::default() };
+            // CAST: handles are kept as their values.
+            // SAFETY: nodes of the graph of an open capture, and a context is current, see `of_capture`.
+            past.add_past(front.iter().map(|node| *node as u64), |node| unsafe { dependencies(node) })?;
+            // SAFETY: as above.
+            past.nodes
+                .iter()
+                .filter_map(|node| unsafe { blocks(*node) }.transpose())
+                .collect::<DriverResult<Vec<u64>>>()
+        });
+        Ok(found?.unwrap_or_default())
     }
 }
 

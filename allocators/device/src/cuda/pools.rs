@@ -56,10 +56,12 @@ impl CudaDriver {
 
 impl PoolDriver for CudaDriver {
     fn pool_create(&self, settings: PoolSettings) -> DriverResult<PoolId> {
+        // Without a handle type a pool cannot be shared with other processes.
+        let descriptor = CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+        let handles = if self.is_open() && self.info.memory.file_descriptors { descriptor.0 } else { 0 };
         let properties = CUmemPoolProps {
             allocType: CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
-            // No handle type: the pool is not shared with other processes.
-            handleTypes: CUmemAllocationHandleType(0),
+            handleTypes: CUmemAllocationHandleType(handles),
             location: self.location(),
             win32SecurityAttributes: ptr::null_mut(),
             // As large as the device allows.
@@ -70,7 +72,9 @@ impl PoolDriver for CudaDriver {
         let mut pool: CUmemoryPool = ptr::null_mut();
         // SAFETY: both pointers are to live values of the types that the call reads and writes; reserved fields are zero.
         self.call(CallKind::PoolCreate, || unsafe { sys::cuMemPoolCreate(&raw mut pool, &raw const properties) })?;
-        if let Err(error) = self.apply(pool, settings) {
+        // SAFETY: the pool was made above.
+        let opened = self.apply(pool, settings).and_then(|()| unsafe { self.open_pool(pool) });
+        if let Err(error) = opened {
             // SAFETY: the pool was made above, nothing was allocated from it and no other code has its handle.
             // Its result is ignored: the returned error is that of the first failure.
             unsafe { sys::cuMemPoolDestroy(pool) };

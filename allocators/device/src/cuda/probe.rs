@@ -137,14 +137,18 @@ pub(super) fn start(needed: CudaVersion) -> Result<CudaVersion, CudaUnavailable>
 
 /// The number of GPUs that the started driver shows; an error for none.
 pub(super) fn device_count() -> Result<usize, CudaUnavailable> {
-    let mut count = 0;
-    // SAFETY: the driver is started (callers do) and the pointer is to a live integer of the type that the call writes.
-    let result = unsafe { sys::cuDeviceGetCount(&raw mut count) };
-    check(CallKind::DeviceQuery, result)?;
-    match usize::try_from(count) {
-        Ok(count) if count > 0 => Ok(count),
-        _ => Err(CudaUnavailable::NoDevice),
+    match count(CallKind::DeviceQuery)? {
+        0 => Err(CudaUnavailable::NoDevice),
+        count => Ok(count),
     }
+}
+
+/// The number of GPUs that the started driver shows.
+pub(super) fn count(call: CallKind) -> DriverResult<usize> {
+    let mut count: c_int = 0;
+    // SAFETY: the driver is started (callers do) and the pointer is to a live integer of the type that the call writes.
+    check(call, unsafe { sys::cuDeviceGetCount(&raw mut count) })?;
+    Ok(usize::try_from(count).unwrap_or(0))
 }
 
 /// The driver's handle of a GPU and its description.

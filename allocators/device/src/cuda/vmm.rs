@@ -158,6 +158,13 @@ impl VmmDriver for CudaDriver {
     unsafe fn set_access(&self, addr: DeviceAddr, bytes: u64) -> DriverResult<()> {
         let flags = CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
         let access = CUmemAccessDesc { location: self.location(), flags };
+        if self.is_open() {
+            let all: Vec<CUmemAccessDesc> = std::iter::once(access).chain(self.access_of_peers()).collect();
+            // SAFETY: the caller promises a mapped range; the pointer is to as many live descriptions as the count says.
+            return self.call(CallKind::MemSetAccess, || unsafe {
+                sys::cuMemSetAccess(addr.get(), size(bytes), all.as_ptr(), all.len())
+            });
+        }
         // SAFETY: the caller promises a mapped range; the pointer is to one live description, as the count says.
         self.call(CallKind::MemSetAccess, || unsafe {
             sys::cuMemSetAccess(addr.get(), size(bytes), &raw const access, 1)
