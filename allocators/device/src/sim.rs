@@ -99,6 +99,8 @@ struct State {
     graphs: Graphs,
     /// Absent where the profile has no cache, and where there is no memory.
     l2: Option<L2>,
+    /// End of the last collective.
+    links_free_ns: u64,
 }
 
 /// The virtual host clock.
@@ -180,6 +182,7 @@ impl SimDriver {
             vmm: vmm::Space::default(),
             graphs: Graphs::default(),
             l2: profile.l2_bytes.filter(|_| memory == SimMemory::Host).map(L2::new),
+            links_free_ns: 0,
         };
         let (state, noted_captures) = (Arc::new(Mutex::new(state)), NotedCaptures::default());
         let host_costs = HostCosts::h100x8();

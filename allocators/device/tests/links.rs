@@ -86,3 +86,34 @@ fn a_collective_of_one_rank_waits_for_nobody() {
     let of = |ranks| links.all_reduce_ns(ranks, 4 * MIB) + links.all_reduce_ns(ranks, MIB);
     assert_eq!(two - one, of(2) - of(1));
 }
+
+/// Two ranks that do the same at the same time.
+#[derive(Debug)]
+struct Alike;
+
+impl Ranks for Alike {
+    fn count(&self) -> u64 {
+        2
+    }
+
+    fn last_start(&self, ready_ns: u64) -> DriverResult<u64> {
+        Ok(ready_ns)
+    }
+}
+
+#[test]
+fn collectives_of_two_streams_share_the_links() {
+    let end = |streams: usize| {
+        let sim = SimDriver::new(Profile::h200(), SimMemory::None);
+        sim.join(Arc::new(Alike));
+        let addr = sim.mem_alloc(64 * MIB).unwrap();
+        let streams: Vec<_> = (0..streams).map(|_| sim.stream_create().unwrap()).collect();
+        let start = sim.clock().now_ns();
+        for number in 0..4 {
+            sim.all_reduce(streams[number % streams.len()], addr, 64 * MIB).unwrap();
+        }
+        sim.device_synchronize().unwrap();
+        sim.clock().now_ns() - start
+    };
+    assert_eq!(end(1), end(2));
+}

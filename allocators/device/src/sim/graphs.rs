@@ -283,7 +283,7 @@ impl SimDriver {
             state.graphs.push(stream, node);
             return Ok(());
         }
-        self.meet(state, stream)?;
+        self.meet(state, stream, node.bytes)?;
         self.start(state, stream, &node);
         Ok(())
     }
@@ -300,8 +300,8 @@ impl SimDriver {
     fn run_nodes(&self, state: &mut State, stream: StreamId, nodes: &[Node]) -> DriverResult<()> {
         let is_collective = |node: &Node| matches!(node.work, Work::AllReduce);
         for piece in nodes.chunk_by(|_, next| !is_collective(next)) {
-            if piece.first().is_some_and(is_collective) {
-                self.meet(state, stream)?;
+            if let Some(collective) = piece.first().filter(|node| is_collective(node)) {
+                self.meet(state, stream, collective.bytes)?;
             }
             let work_ns = piece.iter().map(|node| self.node_ns(state, node)).sum();
             let gaps_ns = piece.len() as u64 * self.profile.graphs.node_gap_ns;

@@ -47,9 +47,11 @@ impl SimDriver {
         self.queue_collective(&mut state, stream, Node::all_reduce(addr.get(), bytes))
     }
 
-    /// Delays the next work on a stream until the last rank could start it.
-    pub(super) fn meet(&self, state: &mut State, stream: StreamId) -> DriverResult<()> {
+    /// Delays the next work on a stream, a collective of `bytes` bytes, until the last rank could start it. The links serve one
+    /// collective after the other, also those of different streams: together they would have the same bandwidth.
+    pub(super) fn meet(&self, state: &mut State, stream: StreamId, bytes: u64) -> DriverResult<()> {
         let ready_ns = state.time.start_of_next(stream.get(), self.profile.queues.start_latency_ns);
+        let ready_ns = ready_ns.max(state.links_free_ns);
         let Some(ranks) = self.ranks.get() else { return Ok(()) };
         let start_ns = ranks.last_start(ready_ns)?;
         if start_ns < ready_ns {
@@ -57,6 +59,7 @@ impl SimDriver {
             return Err(DriverError::illegal_state(CallKind::KernelLaunch, context));
         }
         state.time.delay_until(stream.get(), start_ns);
+        state.links_free_ns = start_ns + self.profile.links.all_reduce_ns(ranks.count(), bytes);
         Ok(())
     }
 }
