@@ -13,6 +13,7 @@ mod launch;
 mod launch;
 mod links;
 pub(crate) mod nccl;
+mod registration;
 mod rendezvous;
 mod sums;
 
@@ -30,6 +31,10 @@ pub(crate) use environment::Part;
 pub use group::Group;
 pub(crate) use launch::launch;
 pub use links::{SumTime, measure_sums};
+pub use registration::{
+    CollectiveTime, CommunicatorMemory, KindMeasurement, MeasuringRank, MemoryKind, Mode, Operation,
+    RegistrationResult, measure_communicators, measure_registration,
+};
 pub(crate) use sums::Clocks;
 
 /// Options that ranks may have each for itself.

@@ -2,7 +2,7 @@
 
 use super::nccl::{Communicator, Id, Nccl};
 use crate::error::{Result, TrainError};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 use vramlab::{CudaDriver, DeviceAddr, Driver, StreamId};
@@ -17,7 +17,7 @@ const SUMS: u64 = 20;
 const LIMIT: Duration = Duration::from_secs(120);
 
 /// Device time of an all-reduce that is queued behind other work.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SumTime {
     /// Number of ranks, one a GPU.
     pub ranks: u64,

@@ -1,15 +1,22 @@
 //! NCCL, loaded when a run has several GPUs: sums over the ranks' GPUs.
 //!
 //! The library is found by its file name, `libnccl.so.2`, which is the only one that NVIDIA's wheels have; bindings that load other
-//! names do not find it. Functions and types are those of `nccl.h`, which have not changed since NCCL 2.7.
+//! names do not find it. Functions and types are those of `nccl.h`, which have not changed since the version that added them.
 //! <https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api.html>
 
+mod communicator;
+mod functions;
+
+pub(crate) use communicator::{Collective, Communicator, Registering, Registration};
+
 use crate::error::{Result, TrainError};
+use functions::{Functions, RawComm, SUCCESS};
 use libloading::Library;
 use std::env;
-use std::ffi::{CStr, c_char, c_int, c_void};
+use std::ffi::{CStr, c_char, c_int};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
+use vramlab::DeviceAddr;
 
 /// Names a library or its directory instead of the search.
 const VARIABLE: &str = "VRAMLAB_NCCL";
@@ -34,27 +41,6 @@ impl Id {
         // CAST: as above.
         Some(Self(bytes.map(|byte| byte as c_char)))
     }
-}
-
-const SUCCESS: c_int = 0;
-/// `ncclFloat32`.
-const FLOAT32: c_int = 7;
-/// `ncclSum`.
-const SUM: c_int = 0;
-
-type RawComm = *mut c_void;
-
-/// The functions of the library.
-#[derive(Debug)]
-struct Functions {
-    get_version: unsafe extern "C" fn(*mut c_int) -> c_int,
-    get_unique_id: unsafe extern "C" fn(*mut Id) -> c_int,
-    comm_init_rank: unsafe extern "C" fn(*mut RawComm, c_int, Id, c_int) -> c_int,
-    all_reduce: unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, c_int, RawComm, *mut c_void) -> c_int,
-    comm_abort: unsafe extern "C" fn(RawComm) -> c_int,
-    comm_destroy: unsafe extern "C" fn(RawComm) -> c_int,
-    get_error_string: unsafe extern "C" fn(c_int) -> *const c_char,
-    get_last_error: Option<unsafe extern "C" fn(RawComm) -> *const c_char>,
 }
 
 /// The loaded library. It is never unloaded, because threads of its own may be in it.
@@ -147,7 +133,7 @@ impl Nccl {
     fn open(path: &Path) -> std::result::Result<Self, String> {
         // SAFETY: the initialisers of NVIDIA's library have no conditions.
         let library = unsafe { Library::new(path) }.map_err(|error| one_line(&error.to_string()))?;
-        let functions = functions(&library).map_err(|error| one_line(&error.to_string()))?;
+        let functions = Functions::of(&library).map_err(|error| one_line(&error.to_string()))?;
         std::mem::forget(library);
         let mut version = 0;
         // SAFETY: the function of this name takes a pointer to an int, which is live.
@@ -168,6 +154,39 @@ impl Nccl {
         let code = unsafe { (self.functions.get_unique_id)(&raw mut id) };
         self.check("ncclGetUniqueId", code)?;
         Ok(id)
+    }
+
+    /// Device memory of NCCL's own kind, on the GPU whose context is current: other processes and GPUs can use it. Maps memory in
+    /// each call.
+    ///
+    /// # Errors
+    /// [`TrainError::Nccl`], also where the version has no such function.
+    pub(crate) fn mem_alloc(&self, bytes: u64) -> Result<DeviceAddr> {
+        const CALL: &str = "ncclMemAlloc";
+        let missing = |reason: &str| TrainError::Nccl { call: CALL, reason: reason.to_owned() };
+        let allocate = self.functions.mem_alloc.ok_or_else(|| missing("this version has no such function"))?;
+        let mut memory = std::ptr::null_mut();
+        // CAST: a size in memory fits.
+        // SAFETY: the pointer is to a live pointer, which the call writes; a GPU's context is current (the caller).
+        let code = unsafe { allocate(&raw mut memory, bytes as usize) };
+        self.check(CALL, code)?;
+        // CAST: an address as a number.
+        DeviceAddr::new(memory as u64).ok_or_else(|| missing("it returned no address"))
+    }
+
+    /// Frees memory.
+    ///
+    /// # Errors
+    /// [`TrainError::Nccl`].
+    ///
+    /// # Safety
+    /// The memory came from [`mem_alloc`](Self::mem_alloc), is freed once, and neither work nor a registration uses it any more.
+    pub(crate) unsafe fn mem_free(&self, addr: DeviceAddr) -> Result<()> {
+        let Some(free) = self.functions.mem_free else { return Ok(()) };
+        // CAST: an address is kept as a number.
+        // SAFETY: the caller promises the memory.
+        let code = unsafe { free(addr.get() as *mut std::ffi::c_void) };
+        self.check("ncclMemFree", code)
     }
 
     fn check(&self, call: &'static str, code: c_int) -> Result<()> {
@@ -206,107 +225,10 @@ fn one_line(text: &str) -> String {
     text.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
-fn functions(library: &Library) -> std::result::Result<Functions, libloading::Error> {
-    /// # Safety
-    /// The function of this name has the type `F`.
-    unsafe fn function<F: Copy>(library: &Library, name: &str) -> std::result::Result<F, libloading::Error> {
-        // SAFETY: the caller promises the type.
-        unsafe { library.get::<F>(name) }.map(|symbol| *symbol)
-    }
-    // SAFETY (of each call below): the type is that of `nccl.h`.
-    Ok(Functions {
-        // SAFETY: as above.
-        get_version: unsafe { function(library, "ncclGetVersion")? },
-        // SAFETY: as above.
-        get_unique_id: unsafe { function(library, "ncclGetUniqueId")? },
-        // SAFETY: as above.
-        comm_init_rank: unsafe { function(library, "ncclCommInitRank")? },
-        // SAFETY: as above.
-        all_reduce: unsafe { function(library, "ncclAllReduce")? },
-        // SAFETY: as above.
-        comm_abort: unsafe { function(library, "ncclCommAbort")? },
-        // SAFETY: as above.
-        comm_destroy: unsafe { function(library, "ncclCommDestroy")? },
-        // SAFETY: as above.
-        get_error_string: unsafe { function(library, "ncclGetErrorString")? },
-        // SAFETY: as above.
-        get_last_error: unsafe { function(library, "ncclGetLastError") }.ok(),
-    })
-}
-
-/// A communicator's handle, as a number.
-#[derive(Debug, PartialEq, Eq)]
-enum Handle {
-    Live(usize),
-    Aborted,
-}
-
-/// A communicator: one rank of those that sum together.
-#[derive(Debug)]
-pub(crate) struct Communicator {
-    nccl: Arc<Nccl>,
-    /// Held for each call, so that an abort never frees what a call uses.
-    handle: Mutex<Handle>,
-}
-
-impl Communicator {
-    /// Joins the communicator with this id on the GPU whose context is current. Returns when all ranks have joined.
-    ///
-    /// # Errors
-    /// [`TrainError::Nccl`].
-    pub(crate) fn new(nccl: Arc<Nccl>, id: Id, rank: u32, size: u32) -> Result<Self> {
-        let mut raw: RawComm = std::ptr::null_mut();
-        // CAST: fewer than 2^31 ranks, each of which is a process.
-        let (rank, size) = (rank as c_int, size as c_int);
-        // SAFETY: the pointer is to a handle of the type that the call writes; a GPU's context is current.
-        let code = unsafe { (nccl.functions.comm_init_rank)(&raw mut raw, size, id, rank) };
-        nccl.check("ncclCommInitRank", code)?;
-        // CAST: a handle is kept as its value, because NCCL may be called from any thread.
-        Ok(Self { nccl, handle: Mutex::new(Handle::Live(raw as usize)) })
-    }
-
-    /// Queues the sum over all ranks of `values` f32 at `addr`, in place.
-    ///
-    /// # Errors
-    /// [`TrainError::Nccl`], also after an [abort](Self::abort).
-    ///
-    /// # Safety
-    /// The memory is valid for the values until the stream, a live one of the communicator's GPU, has passed the call.
-    pub(crate) unsafe fn all_reduce(&self, addr: u64, values: u64, stream: *mut c_void) -> Result<()> {
-        let handle = self.handle.lock().unwrap_or_else(PoisonError::into_inner);
-        let Handle::Live(raw) = *handle else {
-            return Err(TrainError::Nccl { call: "ncclAllReduce", reason: "another rank failed".to_owned() });
-        };
-        // CAST: addresses and handles are kept as numbers; a size in memory fits.
-        let (memory, count, raw) = (addr as *mut c_void, values as usize, raw as RawComm);
-        // SAFETY: the handle is live while the lock is held; the caller promises memory and stream.
-        let code = unsafe { (self.nccl.functions.all_reduce)(memory, memory, count, FLOAT32, SUM, raw, stream) };
-        self.nccl.check("ncclAllReduce", code)
-    }
-
-    /// Ends the kernels that wait for other ranks. Does nothing while a call is under way: it may be that call which waits.
-    pub(crate) fn abort(&self) {
-        let Ok(mut handle) = self.handle.try_lock() else { return };
-        if let Handle::Live(raw) = std::mem::replace(&mut *handle, Handle::Aborted) {
-            // SAFETY: the handle was live, and no later call uses it. An error leaves the end to the process.
-            let _ = unsafe { (self.nccl.functions.comm_abort)(raw as RawComm) };
-        }
-    }
-}
-
-impl Drop for Communicator {
-    fn drop(&mut self) {
-        let handle = self.handle.get_mut().unwrap_or_else(PoisonError::into_inner);
-        if let Handle::Live(raw) = *handle {
-            // SAFETY: the handle is live and is used no more. An error leaves the rest to the process.
-            let _ = unsafe { (self.nccl.functions.comm_destroy)(raw as RawComm) };
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::ffi::c_void;
 
     #[test]
     fn an_id_travels_as_bytes() {
@@ -344,6 +266,7 @@ mod tests {
     /// Functions of NCCL's types whose results tell what they were called with.
     const STAND_IN: &str = r#"
         #include <stddef.h>
+        #include <stdlib.h>
         #include <string.h>
         typedef struct { char internal[128]; } Id;
         static int state[4];
@@ -359,15 +282,34 @@ mod tests {
             for (size_t i = 0; i < count; i++) to[i] = from[i] * comm[0] + comm[1];
             return 0;
         }
+        int ncclAllGather(const float *from, float *to, size_t count, int type, int *comm, void *stream) {
+            if (comm != state || type != 7 || stream != (void *)42) return 5;
+            for (int rank = 0; rank < comm[0]; rank++) memcpy(to + rank * count, from, count * 4);
+            return 0;
+        }
+        int ncclMemAlloc(void **memory, size_t size) { if (size > 1 << 20) return 4; *memory = malloc(size); return 0; }
+        int ncclMemFree(void *memory) { free(memory); return 0; }
+        static char registered[4];
+        int ncclCommRegister(int *comm, void *memory, size_t size, void **handle) {
+            if (size == 3) return 4;
+            *handle = size == 5 ? 0 : registered; return comm == state && memory ? 0 : 5;
+        }
+        int ncclCommDeregister(int *comm, void *handle) { return comm == state && handle == registered ? 0 : 5; }
+        int ncclCommWindowRegister(int *comm, void *memory, size_t size, void **window, int flags) {
+            *window = registered + 1; return comm == state && memory && size && flags == 1 ? 0 : 5;
+        }
+        int ncclCommWindowDeregister(int *comm, void *window) { return comm == state && window == registered + 1 ? 0 : 5; }
+        int ncclCommMemStats(int *comm, int which, unsigned long long *bytes) {
+            *bytes = 1000 + which; return comm == state ? 0 : 5;
+        }
         int ncclCommAbort(int *comm) { comm[2]++; return 0; }
         int ncclCommDestroy(int *comm) { comm[3]++; return 0; }
         const char *ncclGetErrorString(int code) { return code == 4 ? "invalid argument" : "invalid usage"; }
         const char *ncclGetLastError(void *comm) { return last; }
     "#;
 
-    #[test]
-    #[ignore = "needs a C compiler"]
-    fn functions_are_called_as_nccl_declares_them() {
+    /// The stand-in, and the directory of its file.
+    fn stand_in() -> (tempfile::TempDir, Arc<Nccl>) {
         let directory = tempfile::TempDir::new().unwrap();
         let (source, file) = (directory.path().join("nccl.c"), directory.path().join(FILE));
         std::fs::write(&source, STAND_IN).unwrap();
@@ -375,6 +317,43 @@ mod tests {
             std::process::Command::new("cc").args(["-shared", "-fPIC", "-o"]).arg(&file).arg(&source).status();
         assert!(compiler.unwrap().success());
         let nccl = Arc::new(Nccl::open(&file).unwrap());
+        (directory, nccl)
+    }
+
+    #[test]
+    #[ignore = "needs a C compiler"]
+    fn memory_is_allocated_registered_and_counted_as_nccl_declares_it() {
+        let (_directory, nccl) = stand_in();
+        let communicator = Communicator::new(Arc::clone(&nccl), nccl.new_id().unwrap(), 0, 2).unwrap();
+        assert_eq!(communicator.memory(), Some(1003), "the total is the fourth statistic");
+        assert!(nccl.mem_alloc(2 << 20).unwrap_err().to_string().starts_with("ncclMemAlloc: invalid argument"));
+        let memory = nccl.mem_alloc(4096).unwrap();
+        let register = |by, bytes| {
+            // SAFETY: the stand-in does not use the memory, which is freed below.
+            unsafe { communicator.register(by, memory.get(), bytes) }
+        };
+        for by in [Registering::Buffer, Registering::Window] {
+            let registration = register(by, 4096).unwrap().unwrap();
+            communicator.deregister(&registration).unwrap();
+        }
+        assert_eq!(register(Registering::Buffer, 5).unwrap(), None, "NCCL accepted it and registered nothing");
+        assert!(register(Registering::Buffer, 3).unwrap_err().to_string().starts_with("ncclCommRegister: "));
+        let values = [1f32, 2.0];
+        let mut gathered = [0f32; 4];
+        // CAST: pointers as the numbers of their addresses.
+        let places = (values.as_ptr() as u64, gathered.as_mut_ptr() as u64);
+        // SAFETY: the stand-in takes this number for a stream; there is room for the values of two ranks.
+        unsafe { communicator.collect(Collective::AllGather, places, 2, 42 as *mut c_void) }.unwrap();
+        assert_eq!(gathered, [1.0, 2.0, 1.0, 2.0]);
+        // SAFETY: allocated above and freed once.
+        unsafe { nccl.mem_free(memory) }.unwrap();
+    }
+
+    #[test]
+    #[ignore = "needs a C compiler"]
+    fn functions_are_called_as_nccl_declares_them() {
+        let (directory, nccl) = stand_in();
+        let file = directory.path().join(FILE);
         assert_eq!((nccl.version.as_str(), nccl.path.as_str()), ("2.28.9", file.to_str().unwrap()));
         let id = nccl.new_id().unwrap();
         let other = Id::from_bytes(&[7; ID_BYTES]).unwrap();
