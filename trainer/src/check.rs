@@ -4,7 +4,7 @@ use crate::arithmetic::{Arithmetic, FuseMode};
 use crate::data::Dataset;
 use crate::error::{Result, TrainError};
 use crate::mlp;
-use crate::ranks;
+use crate::ranks::{self, BucketSource, BufferRule};
 use crate::settings::{GRAPH_STEPS, LaunchMode, LoaderMode, Settings, SyncMode};
 use vramlab::backends::{self, GraphCapture};
 use vramlab::{Bytes, HostRoom, Selection};
@@ -60,6 +60,16 @@ pub(crate) fn ranks(settings: &Settings, size: u32) -> Result<()> {
     }
     if settings.bucket == Some(0) {
         return Err(TrainError::Input("--bucket must be at least 1 byte".into()));
+    }
+    let given = [
+        ("--bucket-source nccl", settings.bucket_source == Some(BucketSource::Nccl)),
+        ("--register on", settings.register == Some(true)),
+    ];
+    let rule = settings.buffers.unwrap_or_default();
+    if let Some((option, _)) = given.into_iter().find(|(_, given)| *given && rule != BufferRule::Kept) {
+        return Err(TrainError::Input(format!(
+            "{option} is for buffers that stay: mapping and registering take longer than a step; use --buffers kept instead of {rule}"
+        )));
     }
     if let Some(chosen) = settings.rank_alloc.iter().find(|chosen| chosen.rank >= size) {
         return Err(TrainError::Input(format!(

@@ -1,5 +1,6 @@
 //! The device of a run: a driver whose calls are counted, and the means to run kernels on it.
 
+mod bucket_memory;
 mod cuda;
 mod sim;
 mod streams;
@@ -9,7 +10,7 @@ use crate::calls::CallLog;
 use crate::error::{Result, TrainError};
 use crate::pinned::HostMemory;
 use crate::ranks::Group;
-use crate::settings::{DeviceChoice, PinMode, SyncMode};
+use crate::settings::{DeviceChoice, PinMode, Settings, SyncMode};
 use kernels::{CudaKernels, Operation};
 use std::fmt;
 use std::sync::Arc;
@@ -21,6 +22,7 @@ use vramlab::{
     Memory, MeteredDriver, Profile, StreamId,
 };
 
+pub(crate) use bucket_memory::KeptBuffer;
 pub(crate) use streams::OwnedEvent;
 pub use streams::Role;
 
@@ -205,32 +207,37 @@ impl Device {
         Ok(())
     }
 
-    /// Connects the device to those of the other ranks. Returns when all have done so.
+    /// Connects the device to those of the other ranks, with as many communication streams as the settings say. Returns when all
+    /// have done so.
     ///
     /// # Errors
     /// [`TrainError::Input`] without NCCL, or where the ranks have different versions of it; [`TrainError::Nccl`]; the failure of a
     /// rank.
-    pub(crate) fn join(&mut self, group: &Arc<Group>) -> Result<Backend> {
-        self.open_communication()?;
-        self.executor.join(group)
+    pub(crate) fn join(&mut self, group: &Arc<Group>, settings: &Settings) -> Result<Backend> {
+        if settings.peer_access == Some(true) {
+            self.executor.open_to_peers()?;
+        }
+        let streams = settings.comm_streams.unwrap_or(1);
+        self.open_communication(streams)?;
+        self.executor.join(group, streams)
     }
 
-    /// Queues the sum over all ranks of `values` f32 at `addr` on the communication stream, in place. Every rank queues the same
-    /// sums in the same order.
+    /// Queues the sum over all ranks of `values` f32 at `addr` on a communication stream, in place. Every rank queues the same sums
+    /// in the same order on the same streams.
     ///
     /// # Errors
     /// [`TrainError::Nccl`]; on simulated devices the failure of a rank.
     ///
     /// # Safety
-    /// The memory is valid for the values until the communication stream has passed the call.
-    pub(crate) unsafe fn all_reduce(&self, addr: DeviceAddr, values: u64) -> Result<()> {
+    /// The memory is valid for the values until that stream has passed the call.
+    pub(crate) unsafe fn all_reduce(&self, addr: DeviceAddr, values: u64, number: usize) -> Result<()> {
         const NAME: &str = "all_reduce";
-        let stream = self.communication();
+        let stream = self.communication(number);
         if let Some(log) = &self.log {
             log.launching(NAME);
         }
         // SAFETY: the caller vouches for the memory, and the stream is one of this device's driver.
-        let sum = || unsafe { self.executor.all_reduce(addr, values, stream) };
+        let sum = || unsafe { self.executor.all_reduce(addr, values, (number, stream)) };
         let queued = self.meter.count(CallKind::KernelLaunch, stream, sum);
         self.executor.between_calls(CallKind::KernelLaunch);
         queued?;
@@ -246,7 +253,7 @@ impl Device {
     /// # Errors
     /// As for [`all_reduce`](Self::all_reduce), and errors of the driver.
     pub(crate) fn warm_up_sums(&self, values: &[u64]) -> Result<Option<SumCosts>> {
-        self.executor.warm_up_sums(values, self.communication())
+        self.executor.warm_up_sums(values, self.communication_streams())
     }
 
     /// Waits for the stream of the work that is under way.
@@ -311,8 +318,12 @@ pub(crate) struct Backend {
 /// Times of sums over all ranks before any other work.
 #[derive(Clone, Debug)]
 pub(crate) struct SumCosts {
+    /// Device memory in use before the ranks connected.
+    pub(crate) context_bytes: u64,
     /// Device memory that connecting took.
     pub(crate) library_bytes: u64,
+    /// The library's own count of it, where its version has one.
+    pub(crate) counted_bytes: Option<u64>,
     /// Mean device time of the sums of each number of values, one behind the other.
     pub(crate) sum_ns: Vec<u64>,
 }
@@ -369,28 +380,62 @@ trait Executor: fmt::Debug + Send + Sync {
         Ok(())
     }
 
-    /// Connects the device to those of the other ranks.
+    /// Opens memory from now on to the other GPUs; nothing where devices do not share addresses.
+    ///
+    /// # Errors
+    /// Errors of the driver.
+    fn open_to_peers(&self) -> Result<()> {
+        Ok(())
+    }
+
+    /// Connects the device to those of the other ranks, with a communicator for each stream of sums.
     ///
     /// # Errors
     /// As for [`Device::join`].
-    fn join(&self, group: &Arc<Group>) -> Result<Backend>;
+    fn join(&self, group: &Arc<Group>, communicators: u32) -> Result<Backend>;
+
+    /// Memory for a bucket that does not come from the allocator.
+    ///
+    /// # Errors
+    /// Errors of the driver and of NCCL.
+    fn bucket_alloc(&self, bytes: u64) -> Result<DeviceAddr>;
+
+    /// Waits for the device and frees memory of a bucket. An error is of no use: the memory goes with the process.
+    ///
+    /// # Safety
+    /// The memory came from [`bucket_alloc`](Self::bucket_alloc), is freed once and not used by later work.
+    unsafe fn bucket_free(&self, addr: DeviceAddr);
+
+    /// Registers memory of a bucket with every communicator; whether all of them did.
+    ///
+    /// # Errors
+    /// A refusal of NCCL.
+    ///
+    /// # Safety
+    /// The memory has this size and stays until [`deregister`](Self::deregister).
+    unsafe fn register(&self, _addr: DeviceAddr, _bytes: u64) -> Result<bool> {
+        Ok(false)
+    }
+
+    /// Waits for the device and ends the registrations of this address.
+    fn deregister(&self, _addr: DeviceAddr) {}
 
     /// Makes sums before the first step; `None` where that costs nothing that can be measured.
     ///
     /// # Errors
     /// As for [`Device::warm_up_sums`].
-    fn warm_up_sums(&self, _values: &[u64], _stream: StreamId) -> Result<Option<SumCosts>> {
+    fn warm_up_sums(&self, _values: &[u64], _streams: &[StreamId]) -> Result<Option<SumCosts>> {
         Ok(None)
     }
 
-    /// Queues the sum over all ranks of `values` f32 at `addr`, in place.
+    /// Queues the sum over all ranks of `values` f32 at `addr`, in place, by the communicator of this number on its stream.
     ///
     /// # Errors
     /// As for [`Device::all_reduce`].
     ///
     /// # Safety
     /// The memory is valid for the values until the stream, one of this executor's driver, has passed the call.
-    unsafe fn all_reduce(&self, addr: DeviceAddr, values: u64, stream: StreamId) -> Result<()>;
+    unsafe fn all_reduce(&self, addr: DeviceAddr, values: u64, on: (usize, StreamId)) -> Result<()>;
 
     /// The kernels, where they run on a GPU.
     fn kernels(&self) -> Option<&CudaKernels> {

@@ -224,6 +224,19 @@ vramlab::device::named! {
     }
 }
 
+vramlab::device::named! {
+    /// Source of the memory of kept buffers of gradients.
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
+    #[serde(rename_all = "kebab-case")]
+    pub enum BucketSource {
+        /// The allocator under study.
+        #[default]
+        Allocator "allocator",
+        /// `ncclMemAlloc`; on simulated GPUs a segment of the driver.
+        Nccl "nccl",
+    }
+}
+
 impl BufferRule {
     /// The memory or stream that waits, and until when.
     #[must_use]
@@ -251,9 +264,22 @@ pub struct CommunicationRecord {
     pub library: Option<String>,
     /// Bytes of each bucket, in the order in which they are summed.
     pub bucket_bytes: Vec<u64>,
+    /// Streams of the sums, each with a communicator of its own.
+    pub streams: u32,
+    /// Source of kept buffers.
+    pub source: BucketSource,
+    /// Number of buckets that NCCL has registered; absent without `--register on`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub registered_buckets: Option<u64>,
+    /// Device memory in use before the ranks connected, by the context and by other programs; absent where it cannot be measured.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub context_bytes: Option<u64>,
     /// Device memory that connecting the ranks took on this one; absent where it cannot be measured.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub library_bytes: Option<u64>,
+    /// The library's own count of its device memory; absent where its version has none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub counted_bytes: Option<u64>,
     /// Time of the sum of each bucket before training, one behind the other on an idle device; absent on the simulated device.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub sum_s: Option<Vec<f64>>,
@@ -299,7 +325,7 @@ pub struct RankRecord {
 }
 
 /// The least and the most of the ranks.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Spread<T> {
     /// Least.
     pub least: T,
@@ -320,7 +346,7 @@ impl<T: Copy + PartialOrd> Spread<T> {
 }
 
 /// How far the ranks differ.
-#[derive(Clone, Copy, Debug, Serialize)]
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub struct RankSpread {
     /// Mean time of a step.
     pub step_s: Spread<f64>,

@@ -219,7 +219,13 @@ fn memory(summary: &Summary, page: &mut Page) {
         ("pending (waits for events)", ledger.pending),
         ("reserved", ledger.reserved),
     ];
-    for (name, bytes) in rows {
+    let communication = summary.communication.as_ref();
+    let outside = [
+        ("NCCL (outside of reserved)", communication.and_then(|record| record.library_bytes)),
+        ("context, other programs", communication.and_then(|record| record.context_bytes)),
+    ];
+    let outside = outside.into_iter().filter_map(|(name, bytes)| Some((name, bytes?)));
+    for (name, bytes) in rows.into_iter().chain(outside) {
         parts.row([name.to_owned(), bytes.to_string(), Bytes(bytes).to_string()]);
     }
     page.title("Memory");

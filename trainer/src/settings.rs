@@ -3,7 +3,7 @@
 use crate::arithmetic::{Arithmetic, Dtype, FuseMode, GemmMode, WeightsMode};
 use crate::data::{DataRequest, DatasetName};
 use crate::error::Result;
-use crate::ranks::{BufferRule, RankAllocator};
+use crate::ranks::{BucketSource, BufferRule, RankAllocator};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, Parser, ValueEnum};
 use serde::{Serialize, Serializer};
@@ -266,6 +266,22 @@ pub struct Settings {
     #[arg(long, value_enum, help_heading = "Several GPUs")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub buffers: Option<BufferRule>,
+    /// Streams of the sums, each with a communicator: consecutive buckets take turns [default: 1]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=2), help_heading = "Several GPUs")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub comm_streams: Option<u32>,
+    /// Source of the buffers of gradients, with --buffers kept [default: allocator]
+    #[arg(long, value_enum, help_heading = "Several GPUs")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub bucket_source: Option<BucketSource>,
+    /// Register the buffers of gradients with NCCL, with --buffers kept [default: off]
+    #[arg(long, value_name = "on|off", value_parser = parse_switch, action = clap::ArgAction::Set, help_heading = "Several GPUs")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub register: Option<bool>,
+    /// Open mapped memory and pools of each rank to the other GPUs of its machine [default: off]
+    #[arg(long, value_name = "on|off", value_parser = parse_switch, action = clap::ArgAction::Set, help_heading = "Several GPUs")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub peer_access: Option<bool>,
     /// Allocator of one rank, where it is not that of --alloc; may be repeated
     #[arg(long, value_name = "RANK=ALLOC", help_heading = "Several GPUs")]
     #[serde(skip_serializing_if = "Vec::is_empty")]

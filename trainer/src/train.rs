@@ -114,7 +114,7 @@ fn run_part(
     }
     device.prepare(&settings.arithmetic()?)?;
     observer.device(&device);
-    let backend = group.as_ref().map(|group| device.join(group)).transpose()?;
+    let backend = group.as_ref().map(|group| device.join(group, settings)).transpose()?;
     let start = settings.save_start.as_deref().map(start::begin).transpose()?;
     let dataset = load(settings, observer, group.as_deref())?;
     observer.dataset(&dataset);
@@ -539,6 +539,10 @@ fn effective(
             bucket: of_rank.then(|| settings.bucket.unwrap_or(mlp::USUAL_BUCKET)),
             overlap: of_rank.then(|| settings.overlap.unwrap_or(true)),
             buffers: of_rank.then(|| settings.buffers.unwrap_or_default()),
+            comm_streams: of_rank.then(|| settings.comm_streams.unwrap_or(1)),
+            bucket_source: of_rank.then(|| settings.bucket_source.unwrap_or_default()),
+            register: of_rank.then(|| settings.register.unwrap_or(false)),
+            peer_access: of_rank.then(|| settings.peer_access.unwrap_or(false)),
             nvtx: if device.ranges().is_on() { NvtxMode::On } else { NvtxMode::Off },
             nvtx_memory: if stack.nvtx_heaps { NvtxMode::On } else { NvtxMode::Off },
             latency: stack.timed.is_some(),

@@ -5,9 +5,9 @@ use super::{Backend, Executor, Parts, SumCosts};
 use crate::arithmetic::Arithmetic;
 use crate::error::{Result, TrainError};
 use crate::ranks::Group;
-use crate::ranks::nccl::{Communicator, Id, Nccl};
+use crate::ranks::nccl::{Communicator, Id, Nccl, Registering, Registration};
 use kernels::{CudaKernels, Fill, Operation};
-use std::sync::{Arc, OnceLock, mpsc};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, mpsc};
 use std::time::Duration;
 use vramlab::device::CallObserver;
 use vramlab::instruments::nvtx::Ranges;
@@ -17,12 +17,28 @@ use vramlab::{CudaDriver, DeviceAddr, Driver, IdleCosts, MeteredDriver, StreamId
 #[derive(Debug)]
 struct CudaExecutor {
     /// The other ranks, where there are several. Dropped first, because it uses the context.
-    communicator: OnceLock<Arc<Communicator>>,
-    /// Free device memory before the ranks were connected.
-    free_before: OnceLock<u64>,
+    joined: OnceLock<Joined>,
     /// Dropped before the driver, whose context holds them.
     kernels: CudaKernels,
     driver: Arc<CudaDriver>,
+}
+
+/// The connection to the other ranks.
+#[derive(Debug)]
+struct Joined {
+    nccl: Arc<Nccl>,
+    /// One for each stream of sums.
+    communicators: Vec<Arc<Communicator>>,
+    /// Registered memory by its address, of each communicator.
+    registrations: Mutex<Vec<(DeviceAddr, usize, Registration)>>,
+    /// Free device memory before and after the ranks were connected.
+    free: [u64; 2],
+}
+
+impl Joined {
+    fn registrations(&self) -> std::sync::MutexGuard<'_, Vec<(DeviceAddr, usize, Registration)>> {
+        self.registrations.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 /// Opens the GPU of this number and measures what calls cost on it while it is idle.
@@ -39,12 +55,7 @@ pub(super) fn open(number: usize, observer: Option<CallObserver>) -> Result<Part
     let bare = Arc::clone(&driver) as Arc<dyn Driver>;
     let meter = Arc::new(MeteredDriver::new(bare, Some(idle.clone()), observer));
     Ok(Parts {
-        executor: Arc::new(CudaExecutor {
-            communicator: OnceLock::new(),
-            free_before: OnceLock::new(),
-            kernels,
-            driver,
-        }),
+        executor: Arc::new(CudaExecutor { joined: OnceLock::new(), kernels, driver }),
         driver: Arc::clone(&meter) as Arc<dyn Driver>,
         meter,
         stream,
@@ -66,32 +77,95 @@ impl Executor for CudaExecutor {
         Ok(())
     }
 
-    fn join(&self, group: &Arc<Group>) -> Result<Backend> {
-        let nccl = Nccl::load()?;
-        let _ = self.free_before.set(self.driver.mem_info()?.free);
-        let id = agree(group, &nccl)?;
-        let communicator = connect(group, &nccl, id, &self.driver)?;
-        // A second call has no effect.
-        let _ = self.communicator.set(communicator);
-        Ok(Backend { name: "nccl", library: Some((nccl.version.clone(), nccl.path.clone())) })
+    fn open_to_peers(&self) -> Result<()> {
+        self.driver.open_to_peers()?;
+        Ok(())
     }
 
-    fn warm_up_sums(&self, values: &[u64], stream: StreamId) -> Result<Option<SumCosts>> {
-        let Some(most) = values.iter().max() else { return Ok(None) };
+    fn join(&self, group: &Arc<Group>, communicators: u32) -> Result<Backend> {
+        let nccl = Nccl::load()?;
+        let free_before = self.driver.mem_info()?.free;
+        let one = |_| connect(group, &nccl, agree(group, &nccl)?, &self.driver);
+        let communicators = (0..communicators).map(one).collect::<Result<Vec<Arc<Communicator>>>>()?;
+        let library = Some((nccl.version.clone(), nccl.path.clone()));
+        let free = [free_before, self.driver.mem_info()?.free];
+        let joined = Joined { nccl, communicators, registrations: Mutex::default(), free };
+        // A second call has no effect.
+        let _ = self.joined.set(joined);
+        Ok(Backend { name: "nccl", library })
+    }
+
+    fn warm_up_sums(&self, values: &[u64], streams: &[StreamId]) -> Result<Option<SumCosts>> {
+        let (Some(most), Some(joined)) = (values.iter().max(), self.joined.get()) else { return Ok(None) };
         let driver = &self.driver;
+        let start = driver.mem_info()?;
         let memory = driver.mem_alloc(4 * most)?;
-        let costs = self.sum_costs(values, memory, stream);
-        // The stream has passed all sums, or the run ends.
-        driver.stream_synchronize(stream)?;
+        let on_each =
+            streams.iter().enumerate().map(|(number, stream)| self.sum_costs(values, memory, (number, *stream)));
+        let costs = on_each.collect::<Result<Vec<Vec<u64>>>>();
+        // The streams have passed all sums, or the run ends.
+        streams.iter().try_for_each(|stream| driver.stream_synchronize(*stream))?;
         // SAFETY: allocated above, freed once, and its work is done.
         unsafe { driver.mem_free(memory)? };
-        let sum_ns = costs?;
-        let before = self.free_before.get().copied().unwrap_or_default();
-        Ok(Some(SumCosts { library_bytes: before.saturating_sub(driver.mem_info()?.free), sum_ns }))
+        // Each stream's sums were timed with the others idle, so those of the first stand for all.
+        let sum_ns = costs?.into_iter().next().unwrap_or_default();
+        let [before, connected] = joined.free;
+        // The allocator has reserved memory between connecting and this call, which does not count.
+        let [connecting, sums] = [(before, connected), (start.free, driver.mem_info()?.free)]
+            .map(|(before, after)| before.saturating_sub(after));
+        Ok(Some(SumCosts {
+            context_bytes: start.total.saturating_sub(before),
+            library_bytes: connecting + sums,
+            counted_bytes: joined.communicators.iter().map(|communicator| communicator.memory()).sum(),
+            sum_ns,
+        }))
     }
 
-    unsafe fn all_reduce(&self, addr: DeviceAddr, values: u64, stream: StreamId) -> Result<()> {
-        let Some(communicator) = self.communicator.get() else { return Ok(()) };
+    fn bucket_alloc(&self, bytes: u64) -> Result<DeviceAddr> {
+        let joined = self.joined.get().ok_or_else(|| TrainError::Input("the ranks are not connected".into()))?;
+        self.driver.bind_to_thread()?;
+        joined.nccl.mem_alloc(bytes)
+    }
+
+    unsafe fn bucket_free(&self, addr: DeviceAddr) {
+        let Some(joined) = self.joined.get() else { return };
+        if self.driver.device_synchronize().is_ok() {
+            // SAFETY: the caller promises the memory, and the device has completed all work.
+            let _ = unsafe { joined.nccl.mem_free(addr) };
+        }
+    }
+
+    unsafe fn register(&self, addr: DeviceAddr, bytes: u64) -> Result<bool> {
+        let Some(joined) = self.joined.get() else { return Ok(false) };
+        let mut all = true;
+        for (number, communicator) in joined.communicators.iter().enumerate() {
+            // SAFETY: the caller keeps the memory until the registration ends.
+            match unsafe { communicator.register(Registering::Buffer, addr.get(), bytes)? } {
+                Some(registration) => joined.registrations().push((addr, number, registration)),
+                None => all = false,
+            }
+        }
+        Ok(all)
+    }
+
+    fn deregister(&self, addr: DeviceAddr) {
+        let Some(joined) = self.joined.get() else { return };
+        if self.driver.device_synchronize().is_err() {
+            return;
+        }
+        let mut registrations = joined.registrations();
+        registrations.retain(|(of, number, registration)| {
+            if *of == addr {
+                // An error is of no use: the communicator ends soon, and with it the registration.
+                let _ = joined.communicators[*number].deregister(registration);
+            }
+            *of != addr
+        });
+    }
+
+    unsafe fn all_reduce(&self, addr: DeviceAddr, values: u64, (number, stream): (usize, StreamId)) -> Result<()> {
+        let communicator = self.joined.get().and_then(|joined| joined.communicators.get(number));
+        let Some(communicator) = communicator else { return Ok(()) };
         // The methods of the driver make its context current; NCCL asks which one is.
         let stream = self.driver.raw_stream(stream)?;
         // SAFETY: the caller vouches for the memory; the stream is live, and this driver's context is current on its thread.
@@ -115,14 +189,14 @@ impl Executor for CudaExecutor {
 
 impl CudaExecutor {
     /// Mean device time of the sums of each number of values, in this memory.
-    fn sum_costs(&self, values: &[u64], memory: DeviceAddr, stream: StreamId) -> Result<Vec<u64>> {
+    fn sum_costs(&self, values: &[u64], memory: DeviceAddr, (number, stream): (usize, StreamId)) -> Result<Vec<u64>> {
         const WARM_UP: u64 = 5;
         const TIMED: u64 = 20;
         let driver = Arc::clone(&self.driver) as Arc<dyn Driver>;
         let events = [OwnedEvent::new(&driver, true)?, OwnedEvent::new(&driver, true)?];
         let sum = |values: u64| {
             // SAFETY: the memory has room for the most values, and the caller frees it when the stream has passed.
-            unsafe { self.all_reduce(memory, values, stream) }
+            unsafe { self.all_reduce(memory, values, (number, stream)) }
         };
         let cost = |values: &u64| -> Result<u64> {
             (0..WARM_UP).try_for_each(|_| sum(*values))?;

@@ -116,13 +116,22 @@ impl Executor for SimExecutor {
         Ok(())
     }
 
-    fn join(&self, group: &Arc<Group>) -> Result<Backend> {
+    fn join(&self, group: &Arc<Group>, _communicators: u32) -> Result<Backend> {
         self.driver.join(Arc::new(Clocks(Arc::clone(group))));
         let _ = self.group.set(Arc::clone(group));
         Ok(Backend { name: "simulated", library: None })
     }
 
-    unsafe fn all_reduce(&self, addr: DeviceAddr, values: u64, stream: StreamId) -> Result<()> {
+    fn bucket_alloc(&self, bytes: u64) -> Result<DeviceAddr> {
+        Ok(self.driver.mem_alloc(bytes)?)
+    }
+
+    unsafe fn bucket_free(&self, addr: DeviceAddr) {
+        // SAFETY: the caller promises the memory; the call waits for the device.
+        let _ = unsafe { self.driver.mem_free(addr) };
+    }
+
+    unsafe fn all_reduce(&self, addr: DeviceAddr, values: u64, (_, stream): (usize, StreamId)) -> Result<()> {
         self.driver.all_reduce(stream, addr, 4 * values)?;
         if let Some(graph) = self.graph().as_mut() {
             graph.push(HostWork::Sum(addr, values));

@@ -30,8 +30,8 @@ pub(super) struct Streams {
     current: AtomicU64,
     /// Recorded where one stream has to wait for another; by the stream that is waited for.
     events: Vec<OwnedEvent>,
-    /// The stream of sums over several GPUs.
-    communication: Option<StreamId>,
+    /// The streams of sums over several GPUs.
+    communication: Vec<StreamId>,
     /// The stream of copies of what is kept on the host.
     offload: Option<StreamId>,
 }
@@ -45,7 +45,7 @@ impl Streams {
             count: 1,
             current: AtomicU64::new(stream.get()),
             events: Vec::new(),
-            communication: None,
+            communication: Vec::new(),
             offload: None,
         }
     }
@@ -57,14 +57,14 @@ impl Streams {
 
     pub(super) fn names(&self) -> impl Iterator<Item = (StreamId, &'static str)> {
         let of_roles = self.of.into_iter().zip(Role::ALL).take(self.count).map(|(stream, role)| (stream, role.name()));
-        let own = [(self.communication, "communication"), (self.offload, "offload")];
-        of_roles.chain(own.into_iter().filter_map(|(stream, name)| Some((stream?, name))))
+        let communication = self.communication.iter().map(|stream| (*stream, "communication"));
+        of_roles.chain(communication).chain(self.offload.map(|stream| (stream, "offload")))
     }
 
     /// Errors are of no use; what is left then goes with the context.
     pub(super) fn destroy(&mut self, driver: &dyn Driver) {
         self.events.clear();
-        for stream in self.of.into_iter().take(self.count).chain(self.communication).chain(self.offload) {
+        for stream in self.of.into_iter().take(self.count).chain(self.communication.drain(..)).chain(self.offload) {
             // SAFETY: the stream belongs to the device, whose users are gone.
             let _ = unsafe { driver.stream_destroy(stream) };
         }
@@ -128,19 +128,26 @@ impl Device {
         Ok(())
     }
 
-    /// Gives sums over several GPUs a stream.
+    /// Gives sums over several GPUs this many streams.
     ///
     /// # Errors
     /// Errors of the driver.
-    pub(crate) fn open_communication(&mut self) -> Result<()> {
-        self.streams.communication = Some(self.driver.stream_create()?);
+    pub(crate) fn open_communication(&mut self, count: u32) -> Result<()> {
+        for _ in 0..count {
+            self.streams.communication.push(self.driver.stream_create()?);
+        }
         self.name_in_profiler();
         Ok(())
     }
 
-    /// The stream of sums over several GPUs; the current one where there is none.
-    pub(crate) fn communication(&self) -> StreamId {
-        self.streams.communication.unwrap_or_else(|| self.stream())
+    /// The stream of this number for sums over several GPUs; the current one where there is none.
+    pub(crate) fn communication(&self, number: usize) -> StreamId {
+        self.streams.communication.get(number).copied().unwrap_or_else(|| self.stream())
+    }
+
+    /// The streams of sums over several GPUs.
+    pub(crate) fn communication_streams(&self) -> &[StreamId] {
+        &self.streams.communication
     }
 
     /// Gives copies of what is kept on the host a stream.

@@ -2,14 +2,14 @@
 
 use super::layer::GradientSlot;
 use super::{Batch, LossSlot, Mlp};
-use crate::device::{OwnedEvent, SumCosts};
+use crate::device::{KeptBuffer, OwnedEvent, SumCosts};
 use crate::error::Result;
 use crate::ranks::BufferRule;
 use crate::settings::Settings;
 use crate::tensor::{Context, Matrix};
 use kernels::Element;
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use vramlab::{Bytes, DeviceBuffer};
+use vramlab::{Bytes, DeviceAddr, DeviceBuffer};
 
 /// Size of a bucket where none is given, as DDP's.
 pub(crate) const USUAL_BUCKET: u64 = 25 << 20;
@@ -27,7 +27,9 @@ struct Bucket {
     /// Recorded behind the sum.
     summed: OwnedEvent,
     /// The buffer, where it lives as long as this.
-    buffer: Option<DeviceBuffer>,
+    buffer: Option<KeptBuffer>,
+    /// Number of its communication stream.
+    stream: usize,
 }
 
 /// The buckets of a network.
@@ -82,7 +84,10 @@ impl Buckets {
         let sizes: Vec<[u64; 2]> =
             model.layers.iter().map(|layer| [bytes_of(&layer.weight), bytes_of(&layer.bias)]).collect();
         let of_layers: Vec<u64> = sizes.iter().map(|sizes| sizes.iter().sum()).collect();
-        let mut buckets = Vec::new();
+        let (source, registers) = (settings.bucket_source.unwrap_or_default(), settings.register == Some(true));
+        // CAST: the command line allows few streams.
+        let streams = settings.comm_streams.unwrap_or(1) as usize;
+        let mut buckets: Vec<Bucket> = Vec::new();
         for numbers in layers_by_bucket(&of_layers, settings.bucket.unwrap_or(USUAL_BUCKET)) {
             let (mut layers, mut bytes) = (Vec::with_capacity(numbers.len()), 0);
             for number in numbers {
@@ -92,10 +97,11 @@ impl Buckets {
             }
             let summed = OwnedEvent::new(&context.device.driver(), false)?;
             let buffer = match rule {
-                BufferRule::Kept => Some(allocate(context, bytes)?),
+                BufferRule::Kept => Some(KeptBuffer::new(context, bytes, source, registers)?),
                 BufferRule::RecordStream | BufferRule::Events => None,
             };
-            buckets.push(Bucket { layers, bytes, summed, buffer });
+            let stream = buckets.len() % streams;
+            buckets.push(Bucket { layers, bytes, summed, buffer, stream });
         }
         Ok(Self { buckets, rule, overlap: settings.overlap.unwrap_or(true), waits: Mutex::default() })
     }
@@ -148,6 +154,12 @@ impl Buckets {
         self.buckets.iter().map(|bucket| bucket.bytes).collect()
     }
 
+    /// Number of buckets whose buffers NCCL has registered.
+    pub(crate) fn registered(&self) -> usize {
+        let buffers = self.buckets.iter().filter_map(|bucket| bucket.buffer.as_ref());
+        buffers.filter(|buffer| buffer.is_registered()).count()
+    }
+
     /// Connects the ranks for sums of these sizes; what that took and how long they take.
     ///
     /// # Errors
@@ -158,14 +170,14 @@ impl Buckets {
     }
 
     /// Queues the sum of a bucket behind the work queued so far.
-    fn sum(&self, context: &Context, number: usize, buffer: &DeviceBuffer) -> Result<()> {
-        let Bucket { bytes, summed, .. } = &self.buckets[number];
+    fn sum(&self, context: &Context, number: usize, buffer: DeviceAddr) -> Result<()> {
+        let Bucket { bytes, summed, stream: on, .. } = &self.buckets[number];
         let device = &context.device;
         let _range = device.range(format_args!("all-reduce bucket {}, {}", number + 1, Bytes(*bytes)));
-        let stream = device.communication();
+        let stream = device.communication(*on);
         device.order_streams(device.stream(), stream)?;
         // SAFETY: the buffer is live and of this size; what frees it waits for the event, or announces the use.
-        unsafe { device.all_reduce(buffer.addr(), bytes / Element::F32.bytes())? };
+        unsafe { device.all_reduce(buffer, bytes / Element::F32.bytes(), *on)? };
         device.driver().event_record(summed.id, stream)?;
         Ok(())
     }
@@ -176,9 +188,16 @@ fn allocate(context: &Context, bytes: u64) -> Result<DeviceBuffer> {
     context.allocate::<u8>(bytes as usize)
 }
 
+impl Bucket {
+    /// Where the gradients are: in the buffer of this step, else in the kept one.
+    fn addr(&self, of_step: Option<&DeviceBuffer>) -> Option<DeviceAddr> {
+        of_step.map(DeviceBuffer::addr).or_else(|| self.buffer.as_ref().map(KeptBuffer::addr))
+    }
+}
+
 /// A slot in a buffer from its offsets.
-fn slot(buffer: &DeviceBuffer, offsets: GradientSlot) -> GradientSlot {
-    let base = buffer.addr().get();
+fn slot(buffer: DeviceAddr, offsets: GradientSlot) -> GradientSlot {
+    let base = buffer.get();
     GradientSlot { weight: base + offsets.weight, bias: base + offsets.bias }
 }
 
@@ -202,7 +221,7 @@ impl Mlp {
         for (number, (bucket, buffer)) in buckets.buckets.iter().zip(buffers).enumerate() {
             let device = &context.device;
             buckets.wait_for_sum(context, number)?;
-            let Some(held) = buffer.as_ref().or(bucket.buffer.as_ref()) else { continue };
+            let Some(held) = bucket.addr(buffer.as_ref()) else { continue };
             for (layer, offsets) in &bucket.layers {
                 // SAFETY: the buffer holds the gradients of these layers and is freed on the stream after these launches.
                 unsafe { self.update_from(context, &self.layers[*layer], slot(held, *offsets), learning_rate)? };
@@ -210,7 +229,7 @@ impl Mlp {
             if let Some(buffer) = buffer {
                 let _range = device.range(format_args!("free bucket {} ({})", number + 1, buckets.rule.name()));
                 if buckets.rule == BufferRule::RecordStream {
-                    buffer.record_use(device.communication())?;
+                    buffer.record_use(device.communication(bucket.stream))?;
                 }
                 drop(buffer);
             }
@@ -231,7 +250,7 @@ impl Mlp {
         let mut dy = dlogits;
         for (number, bucket) in buckets.buckets.iter().enumerate() {
             let own = if bucket.buffer.is_none() { Some(allocate(context, bucket.bytes)?) } else { None };
-            let Some(buffer) = own.as_ref().or(bucket.buffer.as_ref()) else { continue };
+            let Some(buffer) = bucket.addr(own.as_ref()) else { continue };
             let last = bucket.layers.last().map(|(layer, _)| *layer);
             for (layer, offsets) in &bucket.layers {
                 let _range = context.device.range(format_args!("layer {}", layer + 1));
@@ -249,7 +268,7 @@ impl Mlp {
         }
         if !buckets.overlap {
             for (number, (bucket, own)) in buckets.buckets.iter().zip(&buffers).enumerate() {
-                let Some(buffer) = own.as_ref().or(bucket.buffer.as_ref()) else { continue };
+                let Some(buffer) = bucket.addr(own.as_ref()) else { continue };
                 buckets.sum(context, number, buffer)?;
             }
         }

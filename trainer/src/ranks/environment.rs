@@ -109,6 +109,10 @@ fn only_ranks(settings: &Settings) -> Result<()> {
         ("--bucket", settings.bucket.is_some()),
         ("--overlap", settings.overlap.is_some()),
         ("--buffers", settings.buffers.is_some()),
+        ("--comm-streams", settings.comm_streams.is_some()),
+        ("--bucket-source", settings.bucket_source.is_some()),
+        ("--register", settings.register.is_some()),
+        ("--peer-access", settings.peer_access.is_some()),
         ("--rank-alloc", !settings.rank_alloc.is_empty()),
     ];
     match given.into_iter().find(|(_, given)| *given) {

@@ -97,7 +97,13 @@ pub(super) fn communication(
         version,
         library,
         bucket_bytes: buckets.bytes(),
+        streams: settings.comm_streams.unwrap_or(1),
+        source: settings.bucket_source.unwrap_or_default(),
+        // CAST: a number of buckets.
+        registered_buckets: (settings.register == Some(true)).then(|| buckets.registered() as u64),
+        context_bytes: costs.as_ref().map(|costs| costs.context_bytes),
         library_bytes: costs.as_ref().map(|costs| costs.library_bytes),
+        counted_bytes: costs.as_ref().and_then(|costs| costs.counted_bytes),
         // CAST: nanoseconds of a sum.
         sum_s: costs.map(|costs| costs.sum_ns.iter().map(|ns| *ns as f64 / 1e9).collect()),
         buffers,

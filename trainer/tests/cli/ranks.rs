@@ -29,13 +29,17 @@ fn close(a: &[String], b: &[String], most: f64) {
 #[test]
 fn losses_are_equal_under_every_allocator_and_buffer_lifetime() {
     let (expected, _) = losses(&["--gpus", "2"]);
-    let variants: [&[&str]; 9] = [
+    let variants: [&[&str]; 13] = [
         &["--alloc", "naive"],
         &["--alloc", "stream-ordered", "--buffers", "record-stream"],
         &["--alloc", "caching", "--buffers", "record-stream", "--bucket", "1K"],
         &["--alloc", "caching", "--buffers", "events", "--bucket", "1K"],
         &["--alloc", "rmm-arena", "--overlap", "off"],
         &["--rank-alloc", "0=naive"],
+        &["--comm-streams", "2", "--bucket", "1K"],
+        &["--comm-streams", "2", "--bucket", "1K", "--buffers", "record-stream", "--alloc", "stream-ordered"],
+        &["--comm-streams", "2", "--bucket", "1K", "--launch", "graph", "--buffers", "events"],
+        &["--bucket-source", "nccl", "--register", "on", "--peer-access", "on"],
         &["--launch", "graph"],
         &["--launch", "graph", "--buffers", "events", "--alloc", "stream-ordered"],
         &["--check", "--loader", "pinned", "--streams", "4"],
@@ -131,9 +135,28 @@ fn more_memory_waits_with_record_stream_than_with_events() {
 }
 
 #[test]
+fn buckets_outside_the_allocator_are_not_reserved_and_are_in_the_record() {
+    let run = |source: &str| {
+        let (_, json) = losses(&["--gpus", "2", "--hidden", "512", "--alloc", "naive", "--bucket-source", source]);
+        let reserved = json["ranks"][0]["peak_reserved_bytes"].as_u64().unwrap();
+        (reserved, json["communication"].clone())
+    };
+    let ((with, _), (without, communication)) = (run("allocator"), run("nccl"));
+    let buckets: u64 =
+        communication["bucket_bytes"].as_array().unwrap().iter().map(|bytes| bytes.as_u64().unwrap()).sum();
+    assert!(with >= without + buckets, "{with}, {without} and {buckets}");
+    assert_eq!((&communication["source"], &communication["streams"]), (&"nccl".into(), &1.into()));
+    // Without NCCL nothing is registered, and nothing outside of the allocator can be measured.
+    assert!(communication["registered_buckets"].is_null() && communication["context_bytes"].is_null());
+    let (_, json) = losses(&["--gpus", "2", "--register", "on", "--comm-streams", "2"]);
+    let communication = &json["communication"];
+    assert_eq!((&communication["registered_buckets"], &communication["streams"]), (&0.into(), &2.into()));
+}
+
+#[test]
 fn what_cannot_be_several_ranks_is_refused() {
     let test_dir = TestDir::new();
-    let cases: [(&[&str], &str); 8] = [
+    let cases: [(&[&str], &str); 11] = [
         (&["--gpus", "0"], "--gpus must be at least 1"),
         (&["--gpus", "2", "--batch", "25"], "--batch 25 does not split over 2 ranks; use a multiple of 2, such as 24"),
         (&["--gpus", "2", "--batch", "24", "--fuse", "update"], "use --fuse epilogue"),
@@ -141,6 +164,12 @@ fn what_cannot_be_several_ranks_is_refused() {
         (&["--gpus", "2", "--batch", "24", "--rank-alloc", "2=naive"], "ranks are numbered from 0 to 1"),
         (&["--bucket", "1M"], "--bucket is for several ranks"),
         (&["--buffers", "events"], "--buffers is for several ranks"),
+        (&["--comm-streams", "2"], "--comm-streams is for several ranks"),
+        (
+            &["--gpus", "2", "--batch", "24", "--bucket-source", "nccl", "--buffers", "events"],
+            "use --buffers kept instead of events",
+        ),
+        (&["--gpus", "2", "--batch", "24", "--register", "on", "--buffers", "record-stream"], "--register on is for"),
         (&["--gpus", "7", "--batch", "119"], "the last batch of an epoch has 1 of the data set's 120 rows"),
     ];
     for (arguments, words) in cases {
