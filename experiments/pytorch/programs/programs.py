@@ -7,7 +7,7 @@ Each prints one line of JSON: losses, time of each step, PyTorch's memory statis
 a function of device and sizes that returns the function of a step. `--small` reduces it for `--device cpu`. Peaks of memory
 are those of a fresh process; `--repeats N` measures N times in one, with peaks reset in between. `--history FILE` records every
 event; the times then include recording. `usual` is the script of usual.py; `empty` times single calls in turns (`turns` of a
-spec), each of which is a line on its input.
+spec), each of which is a line on its input. `fsdp_gpt2` and `fsdp_moe` are programs of several ranks, see sharded.py.
 
 Exit codes: 0 completed, 2 bad input, 3 out of memory (also printed).
 """
@@ -364,8 +364,25 @@ def requests():
         print("done", flush=True)
 
 
+def several_ranks(name):
+    """A program of sharded.py."""
+
+    def measured(options, steps):
+        import sharded
+
+        return sharded.measured(name, options, sharded.STEPS if options.steps is None else steps)
+
+    return measured
+
+
 # Programs that measure themselves instead of having a step.
-SELF_MEASURED = {"usual": usual_script, "empty": single_calls, "passes": three_passes}
+SELF_MEASURED = {
+    "usual": usual_script,
+    "empty": single_calls,
+    "passes": three_passes,
+    "fsdp_gpt2": several_ranks("gpt2"),
+    "fsdp_moe": several_ranks("moe"),
+}
 
 
 def prepare(name, device, seed, small, **more):
@@ -382,6 +399,8 @@ def measured(name, options):
     began = time.perf_counter()
     if on_gpu:
         torch.cuda.init()
+        if "LOCAL_RANK" in os.environ:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         if options.limit:
             total = torch.cuda.get_device_properties(0).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, options.limit / total))
@@ -399,7 +418,10 @@ def measured(name, options):
     if options.latency and (ours := sys.modules.get("vramlab.torch")):
         ours.latency()
     if name in SELF_MEASURED:
-        yield record | {"oom": None} | SELF_MEASURED[name](options, steps)
+        found = SELF_MEASURED[name](options, steps)
+        # Of several ranks the first reports all.
+        if found is not None:
+            yield record | {"oom": None} | found
         return
     more = {}
     if options.while_loading:
