@@ -17,13 +17,15 @@ from vramlab_analysis.pages.registry import group, markdown, table
 from vramlab_analysis.repository import root
 
 MIB = 2**20
-# Columns of the table of recordings: the allocator, and its head; None: RMM's pool with the best initial size.
+# Columns of the table of recordings: the allocator, and its head; None: RMM's pool with the best initial size. A column
+# appears once the newest record has it.
 FAMILY = {
     "caching": "PyTorch (`caching`)",
     "pytorch-expandable": "expandable segments",
     "remap": "`remap`",
     "remap:steal=always": "`remap`, always",
     "remap:steal=always,small_pool=off": "the same, one pool",
+    "gmlake": "`gmlake`",
     "rmm-pool": "RMM's pool, defaults",
     None: "RMM's pool, best start",
     "bfc": "`bfc`",
@@ -37,12 +39,13 @@ RECORDINGS = {
     "ranks/gpt2_ddp.rank0": "GPT-2, DDP, one of two ranks",
     "ranks/gpt2_fsdp1.rank0": "GPT-2, FSDP, one of two ranks",
 }
-# Columns and rows of the tables of calls, by their names in the record.
+# Columns and rows of the tables of calls, by their names in the record. A column appears once the newest record has it.
 ALLOCATORS = {
     "caching": "`caching`",
     "pytorch": "`pytorch`",
     "pytorch-expandable": "`pytorch-expandable`",
     "remap": "`remap`",
+    "gmlake": "`gmlake`",
     "pytorch-c10": "PyTorch",
     "rmm-pool": "RMM pool",
     "rmm-arena": "RMM arena",
@@ -94,12 +97,13 @@ def recordings() -> str:
         row[:2]: row[2] for row in frame.select("history", "alloc", "peak_reserved_bytes").iter_rows()
     }
     peaks |= {(name, None): peak for name, peak in _best_start().items()}
+    columns = {alloc: head for alloc, head in FAMILY.items() if any((name, alloc) in peaks for name in RECORDINGS)}
     body = []
     for name, words in RECORDINGS.items():
         bound = bounds[name]
-        ratios = [planned[name] / bound, *(peaks[name, alloc] / bound for alloc in FAMILY)]
+        ratios = [planned[name] / bound, *(peaks[name, alloc] / bound for alloc in columns)]
         body.append([words, f"{bound / MIB:,.0f} MiB", *(f"{ratio:.3f}" for ratio in ratios)])
-    return markdown(["peak reserved over the bound", "bound", "offline placement", *FAMILY.values()], body)
+    return markdown(["peak reserved over the bound", "bound", "offline placement", *columns.values()], body)
 
 
 @group("family")
@@ -149,7 +153,8 @@ def bench() -> Mapping[str, Any]:
     a quarter of their median."""
     document = read_json(newest("bench.json"))
     rows = {f"{row['case']}.{row['allocator']}": row for row in document["rows"]}
-    shown = [rows[f"{case}.{name}"] for case in TIMES | RATES for name in ALLOCATORS]
+    columns = [name for name in ALLOCATORS if any(f"{case}.{name}" in rows for case in TIMES)]
+    shown = [rows[f"{case}.{name}"] for case in TIMES | RATES for name in columns]
     ratios = [
         rows[f"{one}.pytorch-c10"]["median"] / rows[f"{one}.caching"]["median"] for one in TIMES if "history" in one
     ]
@@ -169,12 +174,13 @@ def bench() -> Mapping[str, Any]:
 def _calls(title: str, cases: dict[str, str]) -> str:
     """A table of calls: a row for each case, a column for each allocator; medians."""
     rows = {(row["case"], row["allocator"]): row for row in read_json(newest("bench.json"))["rows"]}
+    columns = {name: head for name, head in ALLOCATORS.items() if any((case, name) in rows for case in cases)}
     body = []
     for case, words in cases.items():
-        some = [rows[case, name] for name in ALLOCATORS]
+        some = [rows[case, name] for name in columns]
         texts = (f"{row['median']:.2g}" if row["median"] < 10 else f"{row['median']:,.0f}" for row in some)
         body.append([words, *(f"{text}{WIDE * _is_wide(row)}" for text, row in zip(texts, some, strict=True))])
-    return markdown([title, *ALLOCATORS.values()], body)
+    return markdown([title, *columns.values()], body)
 
 
 def _is_wide(row: dict[str, Any]) -> bool:
