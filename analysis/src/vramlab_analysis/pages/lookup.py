@@ -9,7 +9,16 @@ from __future__ import annotations
 from functools import cache
 
 from vramlab_analysis.errors import AnalysisError
-from vramlab_analysis.pages import acceptance_list, any_program, field, inside_pytorch, ranks, replays, training  # noqa: F401
+from vramlab_analysis.pages import (  # noqa: F401
+    acceptance_list,
+    any_program,
+    field,
+    inside_pytorch,
+    ranks,
+    registration,
+    replays,
+    training,
+)
 from vramlab_analysis.pages.registry import GROUPS, TABLES, Scalar, flat
 
 
