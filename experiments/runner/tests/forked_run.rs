@@ -131,6 +131,16 @@ fn forked_runs_share_the_imports_of_their_environment() {
 
 #[test]
 #[ignore = "needs python3; run with --ignored"]
+fn pytorch_is_looked_for_once_for_all_specs() {
+    let test_dir = test_dir(&format!("fork = true\n{}", arm("all", "", "program = [\"a\"]")));
+    let text = std::fs::read_to_string(test_dir.at("small.toml")).unwrap();
+    test_dir.write("other.toml", text.replace("name = \"small\"", "name = \"other\""));
+    run(&test_dir, &["other.toml"]).ok();
+    assert_eq!(lines(&test_dir, "imports").len(), 3, "one by the runner, and one by the server of each spec");
+}
+
+#[test]
+#[ignore = "needs python3; run with --ignored"]
 fn a_forked_run_that_fails_or_hangs_costs_no_other() {
     let test_dir = test_dir(&format!(
         "fork = true\ntimeout_s = 10\n{}",

@@ -8,6 +8,7 @@ use anyhow::{Context, Result, bail};
 use std::ffi::OsString;
 use std::path::{Component, Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::OnceLock;
 use vramlab::{DeviceKind, DeviceName, Selection, backends};
 
 /// The option that names allocators.
@@ -465,8 +466,14 @@ fn parse(program: Program, options: &[String]) -> std::result::Result<(), String
     }
 }
 
-/// The reason why the PyTorch variants cannot run here, if any.
+/// The reason why the PyTorch variants cannot run here, if any. The answer is the same for all experiments of this
+/// process, and takes the time of an import.
 pub(crate) fn pytorch_missing(inputs: &Inputs, kind: DeviceKind) -> Option<String> {
+    static REASON: OnceLock<Option<String>> = OnceLock::new();
+    REASON.get_or_init(|| probe_pytorch(inputs, kind)).clone()
+}
+
+fn probe_pytorch(inputs: &Inputs, kind: DeviceKind) -> Option<String> {
     if inputs.pytorch.is_none() {
         return Some("experiments/pytorch is not here".to_owned());
     }
