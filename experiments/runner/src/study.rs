@@ -5,15 +5,19 @@
 //! A run's directory appears only when complete, so a killed runner can resume; shards merge by copying their
 //! directories together, or work in one directory.
 
+mod commands;
+mod compared;
 mod execute;
 pub(crate) mod figures;
 #[cfg(unix)]
 mod forks;
+mod hung;
 mod inside;
 mod list;
 mod lock;
 mod pack;
 pub(crate) mod plan;
+mod printed;
 mod process;
 mod programs;
 pub(crate) mod record;

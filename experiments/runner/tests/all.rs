@@ -10,6 +10,7 @@ mod advise_truth;
 mod bench_fidelity;
 mod campaign;
 mod cli;
+mod commands;
 mod forked_run;
 mod pack;
 mod rooms;

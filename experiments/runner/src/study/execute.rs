@@ -1,9 +1,12 @@
 //! One run: a process, and a directory that appears only when complete.
 
+use super::commands;
 use super::figures::{median, read_document};
 #[cfg(unix)]
 use super::forks::Forks;
+use super::hung;
 use super::plan::{LIMIT, Run};
+use super::printed;
 use super::process::{Group, POLL, Pipes, Process, last_message, set_variables};
 use super::programs::{self, CommandLine, Inputs, OUT_OF_MEMORY, Output, RECORD, RESULT, command_line};
 use super::record::Planned;
@@ -18,14 +21,16 @@ use serde_json::Value;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
+use std::sync::OnceLock;
 use std::sync::atomic::Ordering::SeqCst;
 use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 use terminal::Shard;
 use terminal::signals::Signals;
 use trainer::provenance::now;
-use vramlab::DeviceName;
-use vramlab::input::{DOCUMENT, read_text};
+use vramlab::device::CudaDeviceInfo;
+use vramlab::input::{DOCUMENT, read_end, read_text};
+use vramlab::{CudaDriver, DeviceName};
 
 /// State shared by all runs of an experiment.
 #[derive(Debug)]
@@ -43,6 +48,13 @@ pub(super) struct Experiment<'a> {
     pub(super) forks: Forks,
 }
 
+/// Files of a process's output, and of the end of both if it has failed.
+const STDOUT: &str = "stdout.txt";
+const STDERR: &str = "stderr.txt";
+const LOG: &str = "log.txt";
+/// Bytes of each output that are kept of a failed command.
+const MOST_LOG: u64 = 12 << 10;
+
 /// A signal has asked the program to end.
 #[derive(Debug, thiserror::Error)]
 #[error("interrupted")]
@@ -54,6 +66,8 @@ struct Ended {
     wall: Duration,
     /// Its last line on stderr.
     message: Option<String>,
+    /// The command of a process that it left running, of a `command`.
+    left: Option<String>,
 }
 
 impl Experiment<'_> {
@@ -99,12 +113,23 @@ impl Experiment<'_> {
         let line = command_line(run, self.device, self.inputs, start, limit)?;
         let (machine, started_at) = (Machine::now(), now());
         let ended = self.process(&line, &part, turns)?;
-        let refused = run.program == Program::Inside && ended.status.code() == Some(OUT_OF_MEMORY);
-        let error = (!ended.status.success() && !refused).then(|| {
+        let is_result = match (run.program, ended.status.code()) {
+            (Program::Inside, Some(OUT_OF_MEMORY)) => true,
+            (Program::Command, Some(code)) => commands::find(&commands::name(run))?.codes.contains(&code),
+            _ => ended.status.success(),
+        };
+        let mut error = (!is_result).then(|| {
             let how = format!("{} ended with {}", run.program.name(), ended.status);
             ended.message.map_or_else(|| format!("{how} and printed no error"), |message| self.plain(&message))
         });
-        let files = self.collect(&part, &line)?;
+        error =
+            error.or_else(|| ended.left.map(|command| format!("it left a process behind: {}", self.plain(&command))));
+        let mut files = Vec::new();
+        if line.output == Output::Text {
+            error = error.or(self.read_text(run, &part)?);
+            files.extend(self.keep_log(&part, error.is_some())?);
+        }
+        files.extend(self.collect(&part, &line)?);
         let error = error.or_else(|| files.is_empty().then(|| "it left no result".to_owned()));
         let status = if error.is_some() { RunStatus::Failed } else { RunStatus::Done };
         let record = RunRecord {
@@ -205,6 +230,7 @@ impl Experiment<'_> {
     }
 
     fn record<'a>(&'a self, run: &'a Run, status: RunStatus, machine: Machine) -> RunRecord<'a> {
+        let machine = Machine { gpu: self.gpu(), ..machine };
         RunRecord {
             schema_version: SCHEMA_VERSION,
             experiment: &self.planned.source.spec.name,
@@ -223,6 +249,14 @@ impl Experiment<'_> {
             provenance: provenance(),
             files: Vec::new(),
         }
+    }
+
+    /// Name of the GPU of the runs, if they have one.
+    fn gpu(&self) -> Option<String> {
+        static GPUS: OnceLock<Vec<CudaDeviceInfo>> = OnceLock::new();
+        let DeviceName::Cuda(number) = self.device else { return None };
+        let all = GPUS.get_or_init(|| CudaDriver::probe().unwrap_or_default());
+        all.iter().find(|gpu| gpu.ordinal == *number).map(|gpu| gpu.name.clone())
     }
 
     /// Removes the leftovers of a run that a killed runner began.
@@ -253,14 +287,24 @@ impl Experiment<'_> {
     /// Starts a process and waits for it. A signal to this program ends the process: then its directory is removed,
     /// and the error is [`Interrupted`].
     fn process(&self, line: &CommandLine, part: &Path, turns: Option<Sender<Pipes>>) -> Result<Ended> {
-        let err = part.join("stderr.txt");
+        let err = part.join(STDERR);
         let (began, limit_s) = (Instant::now(), self.planned.source.spec.timeout_s);
         let mut process = self.start(line, part, &err, turns)?;
-        let mut is_late = false;
+        let is_text = line.output == Output::Text;
+        let (mut late, mut left) = (None, None);
         let status = loop {
-            is_late |= limit_s.is_some_and(|limit| began.elapsed().as_secs() >= u64::from(limit));
-            if is_late || self.signals.stop().load(SeqCst) {
+            if late.is_none() && limit_s.is_some_and(|limit| began.elapsed().as_secs() >= u64::from(limit)) {
+                late = Some(Instant::now());
+                if is_text {
+                    hung::report(process.group(), &err);
+                }
+            }
+            let is_over = late.is_some_and(|since| !is_text || since.elapsed() >= hung::PATIENCE);
+            if is_over || self.signals.stop().load(SeqCst) {
                 process.kill();
+            }
+            if is_text && late.is_none() && left.is_none() && process.has_ended()? {
+                left = Some(hung::left(process.group()));
             }
             match process.ended()? {
                 Some(status) => break status,
@@ -272,11 +316,14 @@ impl Experiment<'_> {
             return Err(Interrupted.into());
         }
         let wall = began.elapsed();
-        let reason = limit_s.filter(|_| is_late).map(|limit| format!("it was ended after {limit} s, its timeout_s"));
+        let reason =
+            limit_s.filter(|_| late.is_some()).map(|limit| format!("it was ended after {limit} s, its timeout_s"));
         let message = reason.or_else(|| process.failure()).or_else(|| last_message(&err));
-        // If removing fails, the only effect is a leftover file.
-        let _ = std::fs::remove_file(&err);
-        Ok(Ended { status, wall, message })
+        if !is_text {
+            // If removing fails, the only effect is a leftover file.
+            let _ = std::fs::remove_file(&err);
+        }
+        Ok(Ended { status, wall, message, left: left.flatten() })
     }
 
     /// Starts or forks a process. With `turns` its input and output are sent there.
@@ -290,8 +337,10 @@ impl Experiment<'_> {
         let mut command = Command::new(&line.program);
         command.args(&line.arguments).current_dir(folder).stdin(Stdio::null()).stdout(Stdio::null());
         command.stderr(file(err)?);
-        if line.output == Output::Printed {
-            command.stdout(file(&part.join(RESULT))?);
+        match line.output {
+            Output::Printed => _ = command.stdout(file(&part.join(RESULT))?),
+            Output::Text => _ = command.stdout(file(&part.join(STDOUT))?),
+            Output::Written | Output::Record => {}
         }
         if turns.is_some() {
             command.stdin(Stdio::piped()).stdout(Stdio::piped());
@@ -309,6 +358,49 @@ impl Experiment<'_> {
         Ok(Process::Started(group))
     }
 
+    /// Makes the result of a `command` from its text; returns the error of a text without one.
+    fn read_text(&self, run: &Run, part: &Path) -> Result<Option<String>> {
+        let path = part.join(STDOUT);
+        let text = std::fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?;
+        let listed = commands::find(&commands::name(run))?;
+        let mut result = match printed::read(&listed, &String::from_utf8_lossy(&text)) {
+            Ok(result) => result,
+            Err(error) => return Ok(Some(error)),
+        };
+        let recorded = part.join(commands::RECORDED);
+        if let Ok(entries) = std::fs::read_dir(&recorded) {
+            // Apart from the summary of `vramlab run`.
+            let is_record = |entry: &std::fs::DirEntry| entry.file_name() != "program.json" && entry.path().is_file();
+            let count = entries.flatten().filter(is_record).count();
+            result["recorded_files"] = count.into();
+            if count == 0 && !result["skipped"].is_string() {
+                return Ok(Some("vramlab run recorded nothing".to_owned()));
+            }
+        }
+        write_compact(&part.join(RESULT), &result)?;
+        Ok(None)
+    }
+
+    /// Keeps the end of a failed command's output as a file, whose name is returned; removes the other texts.
+    fn keep_log(&self, part: &Path, has_failed: bool) -> Result<Option<String>> {
+        let end = |name: &str| {
+            let bytes = read_end(&part.join(name), MOST_LOG).unwrap_or_default();
+            String::from_utf8_lossy(&bytes).into_owned()
+        };
+        let text = self.plain(&format!("{}{}", end(STDOUT), end(STDERR)));
+        // The rest of its directory is the program's, and may be large.
+        for path in repository::entries(part)?.iter().filter(|path| !path.ends_with(RESULT)) {
+            let removed = if path.is_dir() { remove(path) } else { Ok(std::fs::remove_file(path)?) };
+            removed.with_context(|| format!("cannot remove {}", path.display()))?;
+        }
+        if !has_failed || text.trim().is_empty() {
+            return Ok(None);
+        }
+        let path = part.join(LOG);
+        std::fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))?;
+        Ok(Some(LOG.to_owned()))
+    }
+
     /// Moves the retained files of the record next to `run.json`; returns their names.
     fn collect(&self, part: &Path, line: &CommandLine) -> Result<Vec<String>> {
         let folders = self.folders(part);
@@ -318,7 +410,7 @@ impl Experiment<'_> {
             self.planned.source.spec.keep.iter().map(|name| (record.join(name), part.join(name))).collect();
         match line.output {
             Output::Printed => moves = vec![(part.join(RESULT), part.join(RESULT))],
-            Output::Written => moves.push((part.join(RESULT), part.join(RESULT))),
+            Output::Written | Output::Text => moves.push((part.join(RESULT), part.join(RESULT))),
             Output::Record => {}
         }
         for (from, to) in moves.iter().filter(|(from, _)| std::fs::metadata(from).is_ok_and(|file| file.len() > 0)) {

@@ -47,6 +47,22 @@ pub(crate) struct Figures {
     pub(crate) train_loss: Option<f64>,
 }
 
+impl Figures {
+    /// A main value without others.
+    fn of(measure: Measure, value: f64) -> Self {
+        let absent = None;
+        Self {
+            measure,
+            value,
+            blocked_share: absent,
+            driver_calls: absent,
+            peak_reserved_bytes: absent,
+            utilisation: absent,
+            train_loss: absent,
+        }
+    }
+}
+
 /// Reads a file of a record, compressed or not, of at most `limit` bytes.
 pub(crate) fn read_text(folder: &Path, name: &str, limit: u64) -> Result<String> {
     let (plain, packed) = (folder.join(name), folder.join(format!("{name}.gz")));
@@ -129,18 +145,19 @@ pub(crate) fn of_summary(summary: &Value) -> Option<Figures> {
     })
 }
 
-/// The values in the output of `inside`; without a step time for a run that ran out of memory.
+/// The values in the output of `inside` and `command`; without a step time for a run that ran out of memory, or a
+/// command that prints none.
 fn of_inside(result: &Value) -> Option<Figures> {
+    if let Some(us) = result["us"].as_f64() {
+        let peak_reserved_bytes = result["peak_reserved_bytes"].as_f64();
+        return Some(Figures { peak_reserved_bytes, ..Figures::of(Measure::StepTime, us / 1e6) });
+    }
     let stat = |name: &str| result["stats"][format!("{name}_bytes.all.peak")].as_f64();
     let (active, reserved) = (stat("active"), stat("reserved"));
     Some(Figures {
-        measure: Measure::StepTime,
-        value: result["ms"].as_f64()? / 1e3,
-        blocked_share: None,
-        driver_calls: None,
         peak_reserved_bytes: reserved,
         utilisation: active.zip(reserved).filter(|(_, reserved)| *reserved > 0.0).map(|(a, r)| a / r),
-        train_loss: None,
+        ..Figures::of(Measure::StepTime, result["ms"].as_f64()? / 1e3)
     })
 }
 
@@ -160,13 +177,10 @@ fn of_result(result: &Value) -> Option<Figures> {
     };
     let calls = row["driver_calls"].as_object();
     Some(Figures {
-        measure,
-        value,
-        blocked_share: None,
         driver_calls: calls.map(|calls| calls.values().filter_map(Value::as_f64).sum()),
         peak_reserved_bytes: row["peak_reserved_bytes"].as_f64(),
         utilisation: row["utilisation"].as_f64(),
-        train_loss: None,
+        ..Figures::of(measure, value)
     })
 }
 

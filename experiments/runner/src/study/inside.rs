@@ -38,23 +38,40 @@ pub(super) fn is_variable(name: &str) -> bool {
     [ALLOC, "conf", LIMIT].contains(&name)
 }
 
-/// The variables of a run: neither the user's settings of PyTorch's allocator nor another allocator reach it.
+/// Whether a name is one of PyTorch's own allocators.
+pub(super) fn is_native(alloc: &str) -> bool {
+    native_conf(alloc).is_some()
+}
+
+/// The variables of a run.
 pub(super) fn variables(run: &Run, pytorch: &Path) -> Vec<(String, Option<OsString>)> {
     let text = |name: &str| run.option(name).map(ToString::to_string).filter(|text| !text.is_empty());
-    let alloc = text(ALLOC);
-    let native = alloc.as_deref().and_then(native_conf);
-    let conf = text("conf").or_else(|| native.filter(|conf| !conf.is_empty()).map(str::to_owned));
-    let alloc = alloc.filter(|_| native.is_none());
+    // A forked process calls the start hook itself.
+    environment(text(ALLOC).as_deref(), text("conf"), true, !run.fork, pytorch)
+}
+
+/// The variables that put an allocator under PyTorch: neither the user's settings of PyTorch's allocator nor another
+/// allocator reach the process. `serves`: an allocator of VramLab is named; `hook`: the start hook puts it in.
+pub(super) fn environment(
+    alloc: Option<&str>,
+    conf: Option<String>,
+    serves: bool,
+    hook: bool,
+    pytorch: &Path,
+) -> Vec<(String, Option<OsString>)> {
+    let native = alloc.and_then(native_conf);
+    let conf = conf.or_else(|| native.filter(|conf| !conf.is_empty()).map(str::to_owned));
+    let alloc = alloc.filter(|_| native.is_none() && serves);
     let inherited = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
     let mut out: Vec<(String, Option<OsString>)> = inherited
         .filter(|name| name.starts_with("PYTORCH_") || name.starts_with("VRAMLAB_ALLOC"))
         .map(|name| (name, None))
         .collect();
-    // The package, and before it the start hook, which puts the allocator into PyTorch. A forked process calls it.
+    // The package, and before it the start hook.
     let package = pytorch.join("../../app/python/src");
     let mut paths = vec![package.clone()];
     paths.extend(std::env::var_os("PYTHONPATH").iter().flat_map(std::env::split_paths));
-    if alloc.is_some() && !run.fork {
+    if alloc.is_some() && hook {
         paths.insert(0, package.join("vramlab/_site"));
     }
     out.extend(std::env::join_paths(paths).ok().map(|paths| ("PYTHONPATH".to_owned(), Some(paths))));

@@ -11,6 +11,8 @@ use vramlab::input::read_end;
 
 /// Interval between checks of a running process.
 pub(crate) const POLL: Duration = Duration::from_millis(5);
+/// Why an exit status is not known.
+const WAITS: &str = "cannot wait for a run";
 /// Bytes read from the end of a program's output.
 const MOST_STDERR: u64 = 64 << 10;
 
@@ -39,6 +41,24 @@ impl Process {
             Self::Started(group) => group.kill(),
             #[cfg(unix)]
             Self::Forked(forked) => forked.kill(),
+        }
+    }
+
+    /// Number of the group of a started process, which is its own number; `None` for a forked one.
+    pub(super) fn group(&self) -> Option<u32> {
+        match self {
+            Self::Started(group) => Some(group.leader.id()),
+            #[cfg(unix)]
+            Self::Forked(_) => None,
+        }
+    }
+
+    /// Whether a started process has ended; it is not collected, so its number remains its own.
+    pub(super) fn has_ended(&self) -> Result<bool> {
+        match self {
+            Self::Started(group) => group.has_ended(),
+            #[cfg(unix)]
+            Self::Forked(_) => Ok(false),
         }
     }
 
@@ -98,21 +118,30 @@ impl Group {
         self.leader.stdin.take().zip(self.leader.stdout.take())
     }
 
-    /// The exit status of the process, if it has ended; processes that it left running are ended then.
-    pub(crate) fn ended(&mut self) -> Result<Option<ExitStatus>> {
-        const FAILS: &str = "cannot wait for a run";
+    /// Whether the process has ended. It is not collected: until then no other process can have its number, which is
+    /// also its group's. Elsewhere than on Unix false until [`Group::ended`] has collected it.
+    fn has_ended(&self) -> Result<bool> {
         #[cfg(unix)]
         {
             use rustix::process::{WaitId, WaitIdOptions, waitid};
-            // Test it before collecting it: until then no other process can have its number, which is also its
-            // group's.
             let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
-            if waitid(WaitId::Pid(rustix::process::Pid::from_child(&self.leader)), options).context(FAILS)?.is_none() {
+            let ended = waitid(WaitId::Pid(rustix::process::Pid::from_child(&self.leader)), options);
+            Ok(ended.context(WAITS)?.is_some())
+        }
+        #[cfg(not(unix))]
+        Ok(self.over)
+    }
+
+    /// The exit status of the process, if it has ended; processes that it left running are ended then.
+    pub(crate) fn ended(&mut self) -> Result<Option<ExitStatus>> {
+        #[cfg(unix)]
+        {
+            if !self.has_ended()? {
                 return Ok(None);
             }
             self.kill();
         }
-        let status = self.leader.try_wait().context(FAILS)?;
+        let status = self.leader.try_wait().context(WAITS)?;
         self.over = status.is_some();
         Ok(status)
     }

@@ -1,8 +1,8 @@
 //! The programs that variants run: their command lines, and checks of their options before a run starts.
 
-use super::inside;
 use super::plan::{self, LIMIT, Run};
 use super::spec::{OptionValue, Program, Setting, Source};
+use super::{commands, inside};
 use crate::repository;
 use anyhow::{Context, Result, bail};
 use std::ffi::OsString;
@@ -129,6 +129,8 @@ pub(crate) enum Output {
     Printed,
     /// In [`RESULT`].
     Written,
+    /// Text on its standard output, of which [`super::printed`] makes the result.
+    Text,
     /// In files under [`RECORD`].
     Record,
 }
@@ -147,7 +149,7 @@ fn host(program: Program) -> Option<(&'static str, clap::Command)> {
         Program::Trainer => Some(("trainer", trainer::cli::command())),
         Program::Replay | Program::Capacity => Some(("vramlab", vramlab_cli::command())),
         Program::Bench => Some(("experiments", crate::command())),
-        Program::Pytorch | Program::Inside => None,
+        Program::Pytorch | Program::Inside | Program::Command => None,
     }
 }
 
@@ -167,6 +169,7 @@ fn is_switch(program: Program, name: &str) -> Option<bool> {
     match program {
         Program::Pytorch => return PYTORCH_OPTIONS.contains(&name).then_some(false),
         Program::Inside => return inside::OPTIONS.contains(&name).then(|| inside::SWITCHES.contains(&name)),
+        Program::Command => return commands::OPTIONS.contains(&name).then(|| commands::SWITCHES.contains(&name)),
         _ => {}
     }
     long_option(program, name).map(|found| matches!(found.get_action(), clap::ArgAction::SetTrue))
@@ -252,6 +255,9 @@ pub(crate) fn command_line(
     start: Option<&str>,
     limit: Option<u64>,
 ) -> Result<CommandLine> {
+    if run.program == Program::Command {
+        return listed_command(run, device, inputs);
+    }
     let same = |word: &str| (word.to_owned(), word.to_owned());
     let name = run.program.name();
     // The first words, which a reader sees in a different form than the system.
@@ -264,6 +270,7 @@ pub(crate) fn command_line(
             let folder = inputs.pytorch.as_ref().with_context(|| format!("{shown} is not here"))?;
             (Some("python3"), vec![(folder.join(name).to_string_lossy().into_owned(), shown)])
         }
+        Program::Command => (None, Vec::new()),
     };
     let variables = match (run.program, &inputs.pytorch) {
         (Program::Inside, Some(pytorch)) => inside::variables(run, pytorch),
@@ -282,7 +289,7 @@ pub(crate) fn command_line(
     let (output, option) = match run.program {
         Program::Replay | Program::Capacity | Program::Bench => (Output::Printed, "--json".to_owned()),
         Program::Inside => (Output::Written, format!("--output={RESULT}")),
-        Program::Trainer | Program::Pytorch => (Output::Record, format!("--out={RECORD}")),
+        Program::Trainer | Program::Pytorch | Program::Command => (Output::Record, format!("--out={RECORD}")),
     };
     words.push(same(&option));
     let (arguments, of_readers): (Vec<String>, Vec<String>) = words.into_iter().unzip();
@@ -300,10 +307,27 @@ pub(crate) fn command_line(
     })
 }
 
+/// The command of a run of `command`.
+fn listed_command(run: &Run, device: &DeviceName, inputs: &Inputs) -> Result<CommandLine> {
+    let (words, shown): (Vec<String>, Vec<String>) = commands::words(run, inputs, device.kind())?.into_iter().unzip();
+    let variables = commands::variables(run, inputs)?;
+    let (program, arguments) = words.split_first().context("the catalogue names no command")?;
+    Ok(CommandLine {
+        program: program.into(),
+        arguments: arguments.iter().map(OsString::from).collect(),
+        shown: shown_variables(&variables).chain(shown.into_iter().filter(|word| !word.is_empty())).collect(),
+        folder: None,
+        variables,
+        server: None,
+        output: Output::Text,
+    })
+}
+
 /// The variables of a command for readers, without paths.
 fn shown_variables(variables: &[(String, Option<OsString>)]) -> impl Iterator<Item = String> {
     let set = variables.iter().filter_map(|(name, value)| Some((name, value.as_ref()?)));
-    set.filter(|(name, _)| *name != "PYTHONPATH").map(|(name, value)| format!("{name}={}", value.to_string_lossy()))
+    let is_path = |name: &str| ["PYTHONPATH", "LD_LIBRARY_PATH"].contains(&name);
+    set.filter(move |(name, _)| !is_path(name)).map(|(name, value)| format!("{name}={}", value.to_string_lossy()))
 }
 
 /// The command for the file with the trainer's weights and batches, and the file's name: runs with equal inputs for it
@@ -342,7 +366,9 @@ pub(crate) fn check(source: &Source, kind: DeviceKind, histories: Option<&Path>)
         if takes_history(run.program) && run.option("history").is_none() {
             return Err(source.at_key("program", format!("{} needs the option 'history'", run.program.name())));
         }
-        inside::check_run(run).map_err(|(key, message)| source.at_key(key, message))?;
+        inside::check_run(run)
+            .and_then(|()| commands::check_run(run))
+            .map_err(|(key, message)| source.at_key(key, message))?;
         if run.option(LIMIT).is_some() && source.spec.limits_of.is_none() {
             return Err(source.at_key(LIMIT, "limits_of = \"ARM\" names the arm whose active memory it multiplies"));
         }
@@ -407,6 +433,7 @@ fn check_setting(source: &Source, program: Program, setting: &Setting, histories
     let options: Option<&[&str]> = match program {
         Program::Pytorch => Some(&PYTORCH_OPTIONS),
         Program::Inside => Some(&inside::OPTIONS),
+        Program::Command => Some(&commands::OPTIONS),
         _ => None,
     };
     if let Some(options) = options.filter(|_| known.is_none()) {
@@ -415,6 +442,8 @@ fn check_setting(source: &Source, program: Program, setting: &Setting, histories
     for value in &setting.values {
         if program == Program::Inside {
             inside::check(name, value).or_else(here)?;
+        } else if program == Program::Command {
+            commands::check(name, value).or_else(here)?;
         }
         let text = argument(program, name, value);
         if known == Some(true) && !matches!(value, OptionValue::Switch(_)) {
@@ -457,7 +486,7 @@ fn parse(program: Program, options: &[String]) -> std::result::Result<(), String
             };
             trainer(&mut options.iter().filter(shared))
         }
-        Program::Inside => Ok(()),
+        Program::Inside | Program::Command => Ok(()),
         Program::Replay | Program::Capacity | Program::Bench => {
             let Some((host, grammar)) = host(program) else { return Ok(()) };
             let line = [host, program.name()].into_iter().chain(options.iter().map(String::as_str));

@@ -87,6 +87,9 @@ pub(crate) struct Machine {
     pub(crate) cpu: Option<String>,
     /// Cores that this process may use.
     pub(crate) cores: u32,
+    /// Name of the GPU of a run on one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) gpu: Option<String>,
     /// Load average over the last minute when the run began.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) load: Option<f64>,
@@ -101,6 +104,7 @@ impl Machine {
         Self {
             cpu: cpu.map(|(_, name)| name.trim().to_owned()),
             cores: cores(),
+            gpu: None,
             load: text("/proc/loadavg").split_whitespace().next().and_then(|load| load.parse().ok()),
         }
     }

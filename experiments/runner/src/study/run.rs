@@ -1,5 +1,6 @@
 //! `experiments run`: makes the runs of specs, and resumes where it stopped.
 
+use super::compared;
 use super::execute::{Experiment, Interrupted};
 #[cfg(unix)]
 use super::forks::Forks;
@@ -136,6 +137,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
         let WorkReport { cells, failures, late: more } =
             work(&experiment, args.again).map_err(|error| interrupted(error, planned, &signals))?;
         late += more;
+        compared::lines(planned)?.iter().for_each(|line| say(line));
         if !args.json {
             report::table(&planned.source.spec.name, &planned.source.spec.question, &cells).print()?;
         }

@@ -41,6 +41,8 @@ vramlab::device::named! {
         Pytorch "pytorch",
         /// A program of `experiments/pytorch/programs` under an allocator in PyTorch.
         Inside "inside",
+        /// A command of `experiments/commands.toml`, unchanged, under `vramlab run`, or with an allocator under PyTorch.
+        Command "command",
         /// `vramlab replay`.
         Replay "replay",
         /// `vramlab capacity`.
@@ -70,6 +72,12 @@ impl Program {
     pub(crate) fn needs_pytorch(self) -> bool {
         matches!(self, Self::Pytorch | Self::Inside)
     }
+
+    /// Whether it runs on a GPU or, if its variant declares that, on this machine's processor, but never on the
+    /// simulated GPU.
+    fn is_for_gpu(self) -> bool {
+        self.needs_pytorch() || self == Self::Command
+    }
 }
 
 impl Overrides {
@@ -96,7 +104,7 @@ pub(crate) struct Arm {
     /// The program, by default `trainer`.
     #[serde(default)]
     pub(crate) program: Program,
-    /// Devices on which the variant runs; for `pytorch` and `inside` by default `cuda`.
+    /// Devices on which the variant runs; for `pytorch`, `inside` and `command` by default `cuda`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) devices: Option<Vec<DeviceKind>>,
     #[serde(default, skip_serializing_if = "Entries::is_empty")]
@@ -375,8 +383,8 @@ impl Spec {
         }
         let runs = |arm: &&Arm| match &arm.devices {
             Some(devices) => devices.contains(&kind),
-            // PyTorch does not run on the simulated GPU; a variant for the CPU as its counterpart declares that.
-            None => kind == DeviceKind::Cuda || !arm.program.needs_pytorch(),
+            // Not on the simulated GPU; a variant for the CPU as its counterpart declares that.
+            None => kind == DeviceKind::Cuda || !arm.program.is_for_gpu(),
         };
         self.arms.iter().filter(runs).cloned().collect()
     }

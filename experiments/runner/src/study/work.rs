@@ -3,13 +3,13 @@
 use super::execute::Experiment;
 use super::lock;
 use super::plan::{Run, share};
-use super::programs;
 use super::record::{
     EXPERIMENT, ExperimentRecord, Planned, RUNS, RunStatus, SCHEMA_VERSION, provenance, read_json, remove, write_json,
 };
 use super::report::{self, Cell};
 use super::spec::{Program, Spec, Turns};
 use super::turns;
+use super::{commands, programs};
 use anyhow::{Context, Result, bail};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
@@ -107,11 +107,13 @@ pub(super) fn work(experiment: &Experiment<'_>, again: bool) -> Result<WorkRepor
         say(&format!("note: {}: {} runs of PyTorch are skipped: {reason}", spec.name, skipped.len()));
         left = others;
     }
+    left = skip_impossible(experiment, left)?;
     if spec.turns.is_some() {
         let missing: BTreeSet<_> = left.iter().map(|run| turns_of(run)).collect();
         left = mine.iter().copied().filter(|run| missing.contains(&turns_of(run))).collect();
     }
     make_starts(spec, experiment, &mut left, &mut failures)?;
+    compile(spec, experiment, &mut left, &mut failures)?;
     experiment.prepare(&left)?;
     warm_up(spec, experiment, &left, device.kind())?;
     let bar = Bar::new(mine.len() as u64, "{prefix} {bar:20} run {pos}/{len} {wide_msg} [{elapsed} left {eta}]");
@@ -124,6 +126,7 @@ pub(super) fn work(experiment: &Experiment<'_>, again: bool) -> Result<WorkRepor
     if planned.runs.iter().all(|run| state(run) == Some(RunStatus::Done)) {
         // They are large, and can be made again from their seeds.
         remove(&planned.folder.join("start"))?;
+        remove(&planned.folder.join(commands::BUILT))?;
     }
     Ok(WorkReport { cells: report::cells(planned, state)?, failures, late: late.into_inner() })
 }
@@ -132,7 +135,7 @@ pub(super) fn work(experiment: &Experiment<'_>, again: bool) -> Result<WorkRepor
 fn is_timed(spec: &Spec, run: &Run) -> bool {
     match run.program {
         _ if spec.concurrent => false,
-        Program::Bench | Program::Pytorch | Program::Inside => true,
+        Program::Bench | Program::Pytorch | Program::Inside | Program::Command => true,
         // Their times are simulated; the record contains the number of parallel runs for the few that are not.
         Program::Trainer | Program::Replay | Program::Capacity => false,
     }
@@ -271,6 +274,59 @@ fn write_experiment(planned: &Planned, device: &DeviceName) -> Result<()> {
         runs: &planned.runs,
     };
     write_json(&path, &record)
+}
+
+/// Skips commands that this machine cannot run; returns the other runs.
+fn skip_impossible<'a>(experiment: &Experiment<'_>, left: Vec<&'a Run>) -> Result<Vec<&'a Run>> {
+    let mut reasons: BTreeMap<String, Option<String>> = BTreeMap::new();
+    let mut possible = Vec::new();
+    for run in left {
+        if run.program != Program::Command {
+            possible.push(run);
+            continue;
+        }
+        let key = format!("{} {:?}", commands::name(run), run.option("own-pool"));
+        if !reasons.contains_key(&key) {
+            let reason = commands::missing(run, experiment.inputs)?;
+            if let Some(reason) = &reason {
+                say(&format!("note: {}: skipped: {reason}", experiment.planned.source.spec.name));
+            }
+            reasons.insert(key.clone(), reason);
+        }
+        match reasons.get(&key) {
+            Some(Some(reason)) => experiment.skip(run, reason)?,
+            _ => possible.push(run),
+        }
+    }
+    Ok(possible)
+}
+
+/// Compiles the programs of the remaining runs in parallel; runs of a program that cannot be compiled fail.
+fn compile(spec: &Spec, experiment: &Experiment<'_>, left: &mut Vec<&Run>, failures: &mut Failures) -> Result<()> {
+    let commands = left.iter().filter(|run| run.program == Program::Command);
+    let names: BTreeSet<String> = commands.map(|run| commands::name(run)).collect();
+    if names.is_empty() {
+        return Ok(());
+    }
+    let folder = experiment.planned.folder.join(commands::BUILT);
+    std::fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
+    let built: Vec<(String, Result<()>)> = std::thread::scope(|scope| {
+        let build = |name: &String| {
+            let (name, folder) = (name.clone(), &folder);
+            scope.spawn(move || (name.clone(), commands::build(&name, folder)))
+        };
+        let threads: Vec<_> = names.iter().map(build).collect();
+        let end = |thread: std::thread::ScopedJoinHandle<'_, _>| {
+            thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        };
+        threads.into_iter().map(end).collect()
+    });
+    for (name, outcome) in built {
+        let Err(error) = outcome else { continue };
+        failures.push((format!("{}/{name}", spec.name), format!("{error:#}")));
+        left.retain(|run| run.program != Program::Command || commands::name(run) != name);
+    }
+    Ok(())
 }
 
 /// Writes the start files of the remaining runs; runs whose file cannot be written fail.
