@@ -5,8 +5,6 @@ import time
 
 import cupy
 
-from turn import turn
-
 
 def steps(weights, count):
     """Microseconds a step, and the sum of the last result."""
@@ -21,7 +19,6 @@ def steps(weights, count):
     return (time.perf_counter() - start) / count * 1e6, float(result.sum())
 
 
-turn()
 if sys.argv[1] == "driver":
     cupy.cuda.set_allocator(None)
 weights = cupy.arange(512 * 512, dtype=cupy.float32).reshape(512, 512) % 7

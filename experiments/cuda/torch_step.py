@@ -17,8 +17,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "pytorch/baselines"))
 import torch
 from programs import prepare
 
-from turn import turn
-
 
 def block(step, cached, count):
     """Microseconds a step over `count` steps, and the last loss."""
@@ -40,7 +38,6 @@ def spread(values):
 
 name, way, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
 sizes = {key: int(value) for key, value in (word.split("=") for word in sys.argv[4:])}
-turn()
 gc.disable()
 step = prepare(name, "cuda", 1, False, **sizes)
 if way != "both":

@@ -1,7 +1,6 @@
-"""Runs of the acceptance list, recorded by `experiments/pytorch/acceptance.py`, compared with PyTorch's own allocator.
+"""Runs of the acceptance list (specs `acceptance` and `acceptance-2`), compared with PyTorch's own allocator.
 
-A file is JSON lines: facts of the machine for each call, then one record per run. The runner uses this module for its
-verdicts, too, so it imports only Python's standard library.
+Older records are files of JSON lines: facts of the machine for each call, then one record per run.
 """
 
 from __future__ import annotations
@@ -12,8 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vramlab_analysis import repository
+from vramlab_analysis import experiments, repository
 from vramlab_analysis.errors import AnalysisError, parse_json, read_bytes
+from vramlab_analysis.experiments import Entry, Experiment
 
 Record = dict[str, Any]
 NATIVE = "native"
@@ -125,13 +125,62 @@ class Runs:
         return statistics.median(actual) / statistics.median(native) if actual and native else None
 
 
+def _recorded() -> list[Experiment]:
+    """The newest results of the specs, those that are there."""
+    labels = experiments.labels()
+    there = (spec for spec in SPECS if any(experiments.holds_experiment(label / spec) for label in labels))
+    return [experiments.results(spec, "gpu") for spec in there]
+
+
 def files() -> list[Path]:
     """Recorded lists, the newest last."""
     return repository.listing().files("acceptance.jsonl")
 
 
+SPECS = ("acceptance", "acceptance-2")
+# The catalogue's names of the programs that need two GPUs.
+TWO_GPUS = ("acceptance-two", "acceptance-job")
+# The beginnings of the runner's errors about a run that exceeded its time, and about one that left processes.
+HUNG, LEFT = "it was ended after", "it left a process behind"
+
+
+def _of_entry(entry: Entry) -> tuple[Record, Record]:
+    """The machine and the record of a run of the specs, as those of the files."""
+    meta, options = entry.meta, entry.options
+    result = entry.result if entry.done else {}
+    lines, error = result.get("lines", []), str(meta.get("error") or "")
+    torch = next((line["torch"] for line in lines if "torch" in line), None)
+    machine = {"at": meta["started_at"], "build": meta["provenance"].get("git_commit")}
+    machine |= {"driver": meta["provenance"].get("driver_release"), "gpu": meta["machine"].get("gpu"), "torch": torch}
+    arm = str(options.get("alloc", NATIVE)) + (RECORDED if options.get("way", "plain") != "plain" else "")
+    record = {
+        "id": f"{options['of']} {arm} #{meta['repeat']}", "program": options["of"], "arm": arm,
+        "repeat": meta["repeat"],
+        "gpus": 1 + (options["program"] in TWO_GPUS), "tolerance": result.get("tolerance", 0.0),
+        "code": meta["exit_code"], "took_s": meta["wall_s"], "ranks": lines,
+        "status": "ok" if entry.done else "hung" if error.startswith(HUNG) else "failed",
+    }  # fmt: skip
+    if "skipped" in result:
+        record |= {"status": "skipped", "why": result["skipped"]}
+    if error.startswith(LEFT):
+        record["left_behind"] = [error]
+    if "recorded_files" in result:
+        record["recorded"] = {"files": result["recorded_files"]}
+    return {key: value for key, value in machine.items() if value is not None}, record
+
+
+def of_experiment(experiment: Experiment) -> Runs:
+    """The runs of one of the specs, failed ones included; those that the machine could not run are left out."""
+    made = [_of_entry(entry) for entry in experiment.runs if entry.meta["status"] != "skipped"]
+    found = Runs(runs=[record | {"machine": machine} for machine, record in made])
+    for machine, _ in made:
+        if "torch" in machine and not any(machine | {"at": one["at"]} == one for one in found.machines):
+            found.machines.append(machine)
+    return found
+
+
 def load(*paths: Path) -> Runs:
-    """The runs of some files, the newest last, or of all that are recorded.
+    """The runs of some files, the newest last, or of all that are recorded, those of the specs included.
 
     Of a run that was repeated the last counts.
 
@@ -154,5 +203,12 @@ def load(*paths: Path) -> Runs:
             else:
                 raise AnalysisError(f"{path}: line {number}: not a run of the acceptance list.")
         programs |= here
+    for experiment in () if paths else _recorded():
+        newer = of_experiment(experiment)
+        found.machines += newer.machines
+        for run in newer.runs:
+            programs[run["program"]] = {}
+        for run in newer.runs:
+            programs[run["program"]][run["id"]] = run
     found.runs = [run for runs in programs.values() for run in runs.values()]
     return found

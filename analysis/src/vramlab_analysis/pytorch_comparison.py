@@ -1,15 +1,19 @@
-"""Training steps of the trainer and of PyTorch's modes, recorded by `experiments/pytorch/baselines/train_beside.py`."""
+"""Training steps of the trainer and of PyTorch's modes (spec `training-beside`; older records are JSON lines)."""
 
 from __future__ import annotations
 
+import statistics
 from functools import cache
 from typing import Any
 
-from vramlab_analysis import repository
+from vramlab_analysis import experiments, repository
 from vramlab_analysis.errors import AnalysisError, parse_json, read_bytes
 from vramlab_analysis.pages.cells import span
 from vramlab_analysis.pages.registry import markdown
 
+SPEC = "training-beside"
+# Steps of the timed epoch of the spec.
+STEPS = 300
 TYPES = ("f32", "f16")
 # The arms in the order of the table's columns, with their heads.
 ARMS = {
@@ -28,6 +32,8 @@ def record() -> tuple[dict[str, Any], dict[tuple[int, str], dict[str, Any]]]:
 
     Raises AnalysisError where there is no record.
     """
+    if any(experiments.holds_experiment(label / SPEC) for label in experiments.labels()):
+        return of_experiment(experiments.results(SPEC, "gpu"))
     paths = repository.listing().files("training-beside.jsonl")
     if not paths:
         raise AnalysisError("experiments/results: no training-beside.jsonl.")
@@ -40,6 +46,41 @@ def record() -> tuple[dict[str, Any], dict[tuple[int, str], dict[str, Any]]]:
         else:
             found[one["width"], one["dtype"]] = one | {"machine": machine}
     return machine, dict(sorted(found.items()))
+
+
+def of_experiment(runs: experiments.Experiment) -> tuple[dict[str, Any], dict[tuple[int, str], dict[str, Any]]]:
+    """The same of the runs of the spec: microseconds of a step by the GPU's events in the last epoch."""
+    times: dict[tuple[int, str], dict[str, list[float]]] = {}
+    failed: dict[tuple[int, str], dict[str, str]] = {}
+    for entry in runs.runs:
+        cell = int(entry.options["hidden"]), str(entry.options["dtype"])
+        arm = entry.arm.removesuffix("-half")
+        if entry.done:
+            epoch = entry.record.summary["epochs"][-1]
+            step_us = 1e6 * epoch["train_device_s"] / epoch["steps"]
+            times.setdefault(cell, {}).setdefault(arm, []).append(step_us)
+        elif entry.meta.get("status") == "failed":
+            failed.setdefault(cell, {})[arm] = str(entry.meta["error"])
+    meta = runs.select()[0].meta
+    machine = {"gpu": meta["machine"]["gpu"], "driver": meta["provenance"]["driver_release"], "at": meta["started_at"]}
+    cells = {}
+    for cell, arms in sorted(times.items()):
+        spans = {arm: _middle(values) for arm, values in arms.items()}
+        ours = [one["median"] for arm, one in spans.items() if arm.startswith("ours")]
+        theirs = [one["median"] for arm, one in spans.items() if not arm.startswith("ours")]
+        if ours and theirs:
+            rounds = min(map(len, arms.values()))
+            cells[cell] = {
+                "arms": spans, "failed": failed.get(cell, {}), "ratio": min(ours) / min(theirs), "rounds": rounds,
+                "steps": STEPS, "machine": machine,
+            }  # fmt: skip
+    return machine, cells
+
+
+def _middle(values: list[float]) -> dict[str, float]:
+    """Median and middle half."""
+    quartiles = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+    return dict(zip(("low", "median", "high"), quartiles, strict=True))
 
 
 def table() -> str:

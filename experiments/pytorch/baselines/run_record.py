@@ -25,10 +25,10 @@ def code_version():
     return found[1] if found else "unknown"
 
 
-def provenance(whole=False, build=None):
+def provenance():
     """Commit, state of the sources, host and job of a record, under the trainer's keys; unknown values are absent.
 
-    The sources are this directory, or with `whole` the repository. With `build`, a commit, git is not called.
+    The sources are this directory.
     """
     here = Path(__file__).resolve().parent
 
@@ -50,11 +50,9 @@ def provenance(whole=False, build=None):
         return ""
 
     told = {}
-    if build:
-        told["git_commit"] = build
-    elif commit := git("rev-parse", "HEAD"):
+    if commit := git("rev-parse", "HEAD"):
         told["git_commit"] = commit
-        changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/" if whole else ".")
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".")
         if changed is not None:
             told["git_dirty"] = changed != ""
     module = system("/proc/driver/nvidia/version").partition("\n")[0]
@@ -77,17 +75,6 @@ def provenance(whole=False, build=None):
     if "id" in job:
         told["job"] = job
     return told
-
-
-def whole_lines(path):
-    """The records in a file of JSON lines; empty if there is no file. A line truncated by a kill is removed."""
-    if not path.exists():
-        return []
-    text = path.read_text()
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        path.write_text(whole)
-    return [json.loads(line) for line in whole.splitlines()]
 
 
 def shortest(value):

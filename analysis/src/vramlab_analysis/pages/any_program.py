@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import re
+import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from vramlab_analysis import repository
-from vramlab_analysis.errors import AnalysisError
+from vramlab_analysis import experiments, repository
+from vramlab_analysis.errors import AnalysisError, parse_json
 from vramlab_analysis.pages.registry import group, markdown, table
 
-LINE = re.compile(r"^(\S+)/(\S+) +median +([\d.]+) +min +([\d.]+) +max +([\d.]+) +n (\d+)$", re.MULTILINE)
-IN_TURN = re.compile(
-    r"^in turn: (\S+): own cache ([\d.]+) .*ratio ([\d.]+) \(middle half ([\d.]+) to ([\d.]+)\), (\d+) pairs$",
-    re.MULTILINE,
-)
 PROGRAMS = {
     "matrices": "raw loop, default stream",
     "shared": "the same, shared cudart",
@@ -33,12 +28,52 @@ PROGRAMS = {
 VARIANTS = {"record": "recorded", "driver": "`--free driver`", "waits": "`--free waits`", "ordered": "`--free ordered`"}
 
 
-def _record() -> str:
-    """The newest record. Raises AnalysisError without one."""
-    found = repository.listing().files("any-program.txt")
+SPECS = ("any-program", "any-program-pytorch")
+TORCH = ("resnet50", "gpt2")
+IN_TURN = "-in-turn"
+# The values of `launches`, in the order of the pages.
+STREAMS = ("default", "non-blocking")
+
+
+def _variant(program: str, way: str, own_pool: bool) -> str:
+    """The name of a variant in the pages. Recorded runs of PyTorch keep its cache."""
+    if program in TORCH:
+        return {"plain": "own-cache" if own_pool else "no-cache"}.get(way, way)
+    return {"plain": "own-pool", "ordered": "own-pool-served"}.get(way, f"own-pool-{way}") if own_pool else way
+
+
+def _converted() -> tuple[dict[str, str], list[dict[str, Any]]]:
+    """The machine and the rows of the newest JSON lines, made once from a text. Raises AnalysisError without one."""
+    found = repository.listing().files("any-program.jsonl")
     if not found:
-        raise AnalysisError("experiments/results: has no *-any-program.txt.")
-    return found[-1].read_text()
+        raise AnalysisError("experiments/results: no results of 'any-program' and no *-any-program.jsonl.")
+    machine, *rows = (parse_json(line, str(found[-1])) for line in found[-1].read_bytes().splitlines())
+    return machine, [row for row in rows if row["kind"] in ("times", "in turn")]
+
+
+def _experiment(runs: experiments.Experiment) -> tuple[dict[str, str], list[dict[str, Any]]]:
+    """The same of the runs of the spec."""
+    cells: dict[tuple[str, str, bool, str], list[float]] = {}
+    rows, done = [], runs.select()
+    for entry in done:
+        program, way = str(entry.options["program"]), str(entry.options.get("way", "plain"))
+        own_pool, result = bool(entry.options.get("own-pool")), entry.result
+        if program.endswith(IN_TURN):
+            rows.append({"program": program, "way": way} | result["values"])
+            continue
+        measured = {"us": result["us"]} if "us" in result else {name: result["values"][name] for name in STREAMS}
+        for name, value in measured.items():
+            cells.setdefault((program, way, own_pool, name), []).append(value)
+    for (program, way, own_pool, name), values in cells.items():
+        spread = {"median": statistics.median(values), "min": min(values), "max": max(values), "runs": len(values)}
+        rows.append({"program": program, "way": way, "own-pool": own_pool, "value": name} | spread)
+    meta = done[0].meta
+    machine = {
+        "gpu": meta["machine"]["gpu"],
+        "driver": meta["provenance"]["driver_release"],
+        "day": meta["started_at"][:10],
+    }
+    return machine, rows
 
 
 @group("any-program")
@@ -47,20 +82,25 @@ def values() -> Mapping[str, Any]:
 
     `in-turn` has the ratios of PyTorch's step with served memory to that with its own cache.
     """
-    text = _record()
-    out: dict[str, Any] = {}
-    for program, variant, median, least, most, runs in LINE.findall(text):
-        cell = {"median": float(median), "min": float(least), "max": float(most), "runs": int(runs)}
-        out.setdefault(program, {})[variant] = cell
-    machine = re.search(r"^machine +([^,]+), driver ([^,]+),.*, (\d{4}-\d\d-\d\d)$", text, re.MULTILINE)
-    if not out or not machine:
-        raise AnalysisError("experiments/results: the newest *-any-program.txt has no machine or no times.")
-    keys = ("own", "ratio", "low", "high")
-    out["in-turn"] = {
-        program: dict(zip(keys, map(float, numbers), strict=True)) | {"pairs": int(pairs)}
-        for program, *numbers, pairs in IN_TURN.findall(text)
-    }
-    return out | dict(zip(("gpu", "driver", "day"), machine.groups(), strict=True))
+    kept = [spec for spec in SPECS if any(experiments.holds_experiment(one / spec) for one in experiments.labels())]
+    made = [_experiment(experiments.results(spec, "gpu")) for spec in kept] if SPECS[0] in kept else [_converted()]
+    machine, rows = made[0][0], [row for _, some in made for row in some]
+    return cells_of(rows) | {name: machine[name] for name in ("gpu", "driver", "day")}
+
+
+def cells_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The values of `values` except for the machine's, of rows of one record."""
+    out: dict[str, Any] = {"in-turn": {}}
+    for row in rows:
+        if row["program"].endswith(IN_TURN):
+            keys = ("own", "ratio", "low", "high", "pairs")
+            out["in-turn"][row["program"].removesuffix(IN_TURN)] = {key: row[key] for key in keys}
+            continue
+        variant = _variant(row["program"], row["way"], row.get("own-pool", False))
+        if row["value"] in STREAMS:
+            variant += f"[{STREAMS.index(row['value'])}]"
+        out.setdefault(row["program"], {})[variant] = {key: row[key] for key in ("median", "min", "max", "runs")}
+    return out
 
 
 @table("any-program")
@@ -69,17 +109,16 @@ def times() -> str:
     cells = values()
 
     def time(program: str, variant: str) -> str:
-        cell = cells[program].get(variant)
+        cell = cells.get(program, {}).get(variant)
         return f"{cell['median']:,.0f} ({cell['min']:,.0f} to {cell['max']:,.0f})" if cell else ""
 
-    torch = ("resnet50", "gpt2")
     rows = [
         [
             title,
-            time(name, "no-cache" if name in torch else "plain"),
+            time(name, "no-cache" if name in TORCH else "plain"),
             # PyTorch's recorded runs keep its cache.
-            *("" if name in torch and key == "record" else time(name, key) for key in VARIANTS),
-            time(name, "own-cache" if name in torch else "own-pool"),
+            *("" if name in TORCH and key == "record" else time(name, key) for key in VARIANTS),
+            time(name, "own-cache" if name in TORCH else "own-pool"),
         ]
         for name, title in PROGRAMS.items()
     ]

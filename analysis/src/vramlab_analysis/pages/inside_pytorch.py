@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import statistics
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
-from vramlab_analysis import inside, repository, truth
+from vramlab_analysis import experiments, inside, repository, truth
 from vramlab_analysis.errors import AnalysisError
 from vramlab_analysis.pages.cells import dates, listed, span
 from vramlab_analysis.pages.registry import GROUPS, group, markdown, table
@@ -23,6 +23,8 @@ PROGRAMS = ("gpt2", "resnet50")
 # Limits over active memory that count as tight, and the aim for a step there over native's without a limit.
 TIGHT, AIM = 1.2, 1.05
 ARMS = ("native", "expandable", "caching", "pytorch-expandable", "remap")
+# Programs under compute-sanitizer, by the beginning of their name in the catalogue.
+SANITIZED = {"pytorch": "PyTorch", "overrun": "example `overrun`", "training": "a short training"}
 
 GROUPS["advise"] = truth.values
 table("advise")(truth.table)
@@ -213,15 +215,30 @@ def checks() -> str:
     return markdown(["allocator", "passes", "fails", "trains to native's bits"], body)
 
 
+def _outcomes() -> Iterator[tuple[str, str, str]]:
+    """Allocator, test and outcome of PyTorch's tests: of the spec, else of the older log."""
+    if runs := _newest("torch-tests"):
+        for entry in runs:
+            for line in entry.result["lines"] if entry.done else ():
+                yield str(entry.options["alloc"]), line["torch_test"], line["outcome"]
+    else:
+        for one in map(json.loads, _logs()["torch-tests.jsonl"]):
+            yield one["arm"], one["test"], one["outcome"]
+
+
+def _newest(spec: str) -> list[experiments.Entry]:
+    """The runs of the newest results of a spec; none where there are none."""
+    there = any(experiments.holds_experiment(label / spec) for label in experiments.labels())
+    return experiments.results(spec, "gpu").runs if there else []
+
+
 @table("torch-tests")
 def torch_tests() -> str:
     """PyTorch's own tests under each allocator."""
     outcomes: dict[str, dict[str, dict[str, str]]] = {}
-    for line in _logs()["torch-tests.jsonl"]:
-        one = json.loads(line)
-        module = one["test"].partition(".")[0]
+    for arm, test, outcome in _outcomes():
         # Of a test that was run again, with the GPU for itself, the last run counts.
-        outcomes.setdefault(module, {}).setdefault(one["arm"], {})[one["test"]] = one["outcome"]
+        outcomes.setdefault(test.partition(".")[0], {}).setdefault(arm, {})[test] = outcome
     body = []
     for module, arms in sorted(outcomes.items()):
         native = arms["native"]
@@ -238,7 +255,10 @@ def torch_tests() -> str:
 @table("sanitizer")
 def sanitizer() -> str:
     """Reports of compute-sanitizer."""
-    body = []
+    head = ["program", "allocator", "blocks announced", "writes beyond", "compute-sanitizer"]
+    body = [_sanitized(entry) for entry in _newest("sanitizer") if entry.done]
+    if body:
+        return markdown(head, body, left=5)
     for line in _logs()["sanitizer.jsonl"]:
         one = json.loads(line)
         words = one["run"].removesuffix("-beyond").removesuffix("-inside").removesuffix("-on").removesuffix("-off")
@@ -247,7 +267,21 @@ def sanitizer() -> str:
         report = "the write, with the bounds of the block" if one["error"] else "refuses the heap"
         yes = ("yes" if f"-{key}" in one["run"] else "no" for key in ("on", "beyond"))
         body.append([name, f"`{arm}`", *yes, report if one["code"] else "no error"])
-    return markdown(["program", "allocator", "blocks announced", "writes beyond", "compute-sanitizer"], body, left=5)
+    return markdown(head, body, left=5)
+
+
+def _sanitized(entry: experiments.Entry) -> list[str]:
+    """The row of a run of the spec."""
+    name, options = str(entry.options["program"]).removeprefix("sanitized-"), entry.options
+    program = next(words for start, words in SANITIZED.items() if name.startswith(start))
+    announced = options["of"] == "on" if name.startswith("pytorch") else not name.endswith("-off")
+    beyond = name != "training" and not name.endswith("-inside")
+    allocator = options.get("alloc", options["of"])
+    report = "no error"
+    if entry.meta["exit_code"]:
+        found = "invalid" in entry.result["values"]
+        report = "the write, with the bounds of the block" if found else "refuses the heap"
+    return [program, f"`{allocator}`", *("yes" if is_so else "no" for is_so in (announced, beyond)), report]
 
 
 @group("nsight")

@@ -101,7 +101,7 @@ def main():
     if one is None:
         print(f"error: no program is called '{options.program}'; --list has them all", file=sys.stderr)
         return 2
-    record = {"acceptance": one.name, "rank": int(os.environ.get("RANK", "0"))}
+    record = {"acceptance": one.name, "rank": int(os.environ.get("RANK", "0")), "tolerance": one.tolerance}
     if one.missing:
         print_record(record | {"skipped": f"needs {', '.join(one.missing)}"})
         return 0

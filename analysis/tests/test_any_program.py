@@ -1,0 +1,191 @@
+"""Records of the program `command`: unchanged CUDA programs, and the specs of the acceptance list."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import summary, write_run
+from vramlab_analysis import acceptance, pytorch_comparison
+from vramlab_analysis.experiments import load_experiment
+from vramlab_analysis.pages import any_program, inside_pytorch
+
+
+def experiment(folder: Path, *runs: dict[str, Any]) -> Path:
+    """An experiment of commands: options, result, and other fields of `run.json`."""
+    folder.mkdir(parents=True)
+    document = {"schema_version": 1, "name": folder.name, "question": "Why?", "spec_sha256": "aa", "runs": []}
+    (folder / "experiment.json").write_text(json.dumps(document))
+    for number, run in enumerate(runs):
+        result, more = run.pop("result", None), run.pop("meta", {})
+        one = folder / "runs" / f"{number:02}"
+        one.mkdir(parents=True)
+        meta = {"schema_version": 1, "id": one.name, "arm": "all", "program": "command", "options": run, "repeat": 0}
+        meta |= {"status": "done", "exit_code": 0, "wall_s": 2.5, "started_at": "2026-11-28T02:00:00Z", "error": None}
+        meta |= {"machine": {"cores": 16, "gpu": "NVIDIA H200"}}
+        meta |= {
+            "provenance": {"git_commit": "abcdef0123456789", "driver_release": "580.1", "build_profile": "release"}
+        }
+        (one / "run.json").write_text(json.dumps(meta | more))
+        if result is not None:
+            (one / "result.json").write_text(json.dumps(result))
+    return folder
+
+
+def times(program: str, us: float, **options: Any) -> dict[str, Any]:
+    return {"program": program, **options, "result": {"us": us, "values": {}, "results": {}}}
+
+
+def test_runs_of_the_spec_become_cells_by_program_and_variant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ratio = {"own": 32.0, "ratio": 1.01, "low": 1.0, "high": 1.02, "pairs": 15}
+    results = tmp_path / "results"
+    experiment(
+        results / "2026-11-28-h200" / "any-program",
+        times("matrices", 100.0, way="plain"),
+        times("matrices", 120.0, way="plain"),
+        times("matrices", 110.0, way="plain"),
+        times("matrices", 60.0, way="ordered"),
+        times("cupy", 30.0, **{"own-pool": True}),
+        times("gpt2", 41.0, **{"own-pool": True, "way": "record"}),
+        times("gpt2", 40.0, **{"own-pool": True, "way": "plain"}),
+        times("gpt2", 90.0, way="plain"),
+        {"program": "launches", "way": "plain", "result": {"values": {"default": 3.0, "non-blocking": 2.0}}},
+        {"program": "gpt2-in-turn", "way": "ordered", "result": {"values": ratio}},
+        {"program": "matrices", "way": "waits", "meta": {"status": "failed", "error": "it broke"}},
+    )
+    monkeypatch.setenv("RESULTS", str(results))
+    cells = any_program.values()
+    assert (cells["gpu"], cells["driver"], cells["day"]) == ("NVIDIA H200", "580.1", "2026-11-28")
+    assert cells["matrices"] == {
+        "plain": {"median": 110.0, "min": 100.0, "max": 120.0, "runs": 3},
+        "ordered": {"median": 60.0, "min": 60.0, "max": 60.0, "runs": 1},
+    }
+    assert cells["cupy"]["own-pool"]["median"] == 30.0
+    assert {name: cell["median"] for name, cell in cells["gpt2"].items()} == {
+        "record": 41.0, "own-cache": 40.0, "no-cache": 90.0,
+    }  # fmt: skip
+    assert [cells["launches"][f"plain[{at}]"]["median"] for at in (0, 1)] == [3.0, 2.0]
+    assert cells["in-turn"] == {"gpt2": ratio}
+
+
+def test_the_converted_record_has_the_same_cells() -> None:
+    machine, rows = any_program._converted()
+    cells = any_program.cells_of(rows)
+    assert set(any_program.PROGRAMS) <= set(cells)
+    assert {"plain", "record", "stacks", "driver", "waits", "ordered"} == set(cells["matrices"])
+    assert {"no-cache", "own-cache", "record", "waits", "ordered"} == set(cells["resnet50"])
+    assert {"plain[0]", "plain[1]"} <= set(cells["launches"])
+    assert len(cells["in-turn"]) == 4
+    assert machine["gpu"].startswith("NVIDIA")
+
+
+def line(rank: int, *losses: float, **more: Any) -> dict[str, Any]:
+    return {"acceptance": "ddp", "rank": rank, "losses": [*losses], "tolerance": 0.0, "torch": "2.11", **more}
+
+
+def test_runs_of_the_acceptance_spec_are_judged_as_those_of_files(tmp_path: Path) -> None:
+    def run(alloc: str, *lines: dict[str, Any], repeat: int = 0, **more: Any) -> dict[str, Any]:
+        meta = more.pop("meta", {}) | {"repeat": repeat}
+        result = {"lines": [*lines], "tolerance": 0.0} | more.pop("result", {}) if lines else None
+        return {"program": "acceptance-job", "of": "ddp", "alloc": alloc, "result": result, "meta": meta, **more}
+
+    def failed(error: str, code: int | None) -> dict[str, Any]:
+        return {"status": "failed", "error": error, "exit_code": code}
+
+    def backend(rank: int, alloc: str, *losses: float) -> dict[str, Any]:
+        return line(rank, *losses, backend=f"vramlab:{alloc}", peak_reserved=300)
+
+    folder = experiment(
+        tmp_path / "acceptance-2",
+        run("native", line(0, 1.0, peak_reserved=100), line(1, 2.0, peak_reserved=100)),
+        run("native", line(0, 1.0), line(1, 2.0), repeat=1),
+        run("remap", backend(0, "remap", 1.0), backend(1, "remap", 2.0)),
+        run("caching", backend(0, "caching", 1.0), backend(1, "caching", 4.0)),
+        run("bfc", meta=failed("it was ended after 200 s, its timeout_s", None)),
+        run("tlsf", meta=failed("it left a process behind: sleep 600", 0)),
+        run("rmm-pool", meta=failed("no luck", 7)),
+        run("naive", meta={"status": "skipped", "exit_code": None}),
+        run("native", line(0, 1.0), line(1, 2.0), way="record", result={"recorded_files": 0}),
+    )
+    runs = acceptance.of_experiment(load_experiment(folder))
+    verdicts = {arm: runs.differences("ddp", arm) for arm in runs.arms(2)}
+    assert verdicts == {
+        "native": [],
+        "remap": [],
+        "caching": ["losses differ by 5.0e-01"],
+        "bfc": ["did not end"],
+        "tlsf": ["left processes behind"],
+        "rmm-pool": ["ended with 7"],
+        "native+run": ["was not recorded"],
+    }
+    assert runs.ratio("ddp", "remap") == 3.0
+    assert runs.machines[0]["gpu"] == "NVIDIA H200"
+    assert runs.machines[0]["torch"] == "2.11"
+
+
+def test_tests_of_pytorch_and_the_sanitizer_are_read_from_their_specs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def outcomes(alloc: str, *lines: tuple[str, str]) -> dict[str, Any]:
+        found = [{"torch_test": f"test_cuda.TestCuda.{name}", "outcome": outcome} for name, outcome in lines]
+        return {"program": "torch-tests", "of": "a", "alloc": alloc, "result": {"lines": found}}
+
+    def sanitized(program: str, of: str, code: int, **values: Any) -> dict[str, Any]:
+        run = {"program": f"sanitized-{program}", "of": of, "result": {"values": values}, "meta": {"exit_code": code}}
+        return run | ({"alloc": "remap"} if program.startswith("pytorch") else {})
+
+    label = tmp_path / "results" / "2026-11-28-h200"
+    experiment(
+        label / "torch-tests",
+        outcomes("native", ("a", "passed"), ("b", "failed"), ("c", "passed")),
+        outcomes("caching", ("a", "passed"), ("b", "failed"), ("c", "timed out")),
+    )
+    experiment(
+        label / "sanitizer",
+        sanitized("pytorch", "on", 9, errors=1.0),
+        sanitized("pytorch-inside", "off", 0, errors=0.0),
+        sanitized("overrun", "caching", 9, errors=1.0, invalid="write"),
+        sanitized("overrun-off", "caching", 0, errors=0.0),
+        sanitized("training", "bfc", 0, errors=0.0),
+    )
+    monkeypatch.setenv("RESULTS", str(tmp_path / "results"))
+    rows = [line.split(" | ") for line in inside_pytorch.torch_tests().splitlines()[2:]]
+    assert [[cell.strip("|` ") for cell in row[1:]] for row in rows] == [
+        ["native", "3", "2", "0", "1", "0"],
+        ["caching", "3", "1", "0", "1", "1"],
+    ]
+    rows = [line.strip("| ").split(" | ") for line in inside_pytorch.sanitizer().splitlines()[2:]]
+    assert rows == [
+        ["PyTorch", "`remap`", "yes", "yes", "refuses the heap"],
+        ["PyTorch", "`remap`", "no", "no", "no error"],
+        ["example `overrun`", "`caching`", "yes", "yes", "the write, with the bounds of the block"],
+        ["example `overrun`", "`caching`", "no", "yes", "no error"],
+        ["a short training", "`bfc`", "yes", "no", "no error"],
+    ]
+
+
+def test_steps_beside_pytorch_are_compared_by_their_medians(tmp_path: Path) -> None:
+    def run(arm: str, us: float, **more: Any) -> dict[str, Any]:
+        return {"hidden": 128, "dtype": "f16", "us": us, "meta": {"arm": arm, "program": "trainer"} | more}
+
+    runs = [run("ours-half", us) for us in (4.0, 5.0, 6.0)]
+    runs += [run("ours-streams-half", 3.0), run("captured-half", 6.0), run("compiled-half", 9.0)]
+    runs += [run("autotune-half", 0.0, status="failed", error="it does not compile")]
+    folder = experiment(tmp_path / "training-beside", *({**one} for one in runs))
+    for number, one in enumerate(runs):
+        told = summary("caching")
+        told["epochs"][-1] |= {"train_device_s": one["us"] * 300 / 1e6, "steps": 300}
+        made = write_run(tmp_path / f"{number}", told)
+        shutil.copytree(made, folder / "runs" / f"{number:02}", dirs_exist_ok=True)
+    machine, cells = pytorch_comparison.of_experiment(load_experiment(folder))
+    cell = cells[128, "f16"]
+    assert {arm: round(one["median"], 6) for arm, one in cell["arms"].items()} == {
+        "ours": 5.0, "ours-streams": 3.0, "captured": 6.0, "compiled": 9.0,
+    }  # fmt: skip
+    assert (cell["arms"]["ours"]["low"], cell["arms"]["ours"]["high"]) == (4.5, 5.5)
+    assert (cell["ratio"], cell["failed"]) == (0.5, {"autotune": "it does not compile"})
+    assert (machine["gpu"], cell["rounds"]) == ("NVIDIA H200", 1)
