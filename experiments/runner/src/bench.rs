@@ -1,7 +1,7 @@
 //! `experiments bench`: the host time of an allocator call, in loops that do nothing else.
 //!
-//! Runs are interleaved (each repeat runs every allocator in turn), each on a fresh allocator; the report quotes the
-//! median of the repeats with the minimum and maximum. No kernel runs; on a GPU the streams and the memory are real.
+//! Runs are interleaved (each repeat runs every allocator in turn, those of other projects included), each on a fresh
+//! allocator; the report quotes the median of the repeats with the minimum and maximum. No kernel runs; on a GPU the streams and the memory are real.
 
 mod baselines;
 mod cases;
@@ -9,6 +9,7 @@ mod measure;
 mod report;
 
 use anyhow::{Context, Result, bail};
+use baselines::Baselines;
 use cases::{Case, Job};
 use clap::Args;
 use measure::Setup;
@@ -75,12 +76,15 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<()> {
     let most = groups.iter().flatten().map(|job| job.case.threads()).max().unwrap_or(1);
     let mut report = Report::new(driver.as_ref(), args.repeats);
     let setup = Setup::new(&driver, most, histories).map_err(failed)?;
-    measure_all(&setup, &groups, args.repeats, &mut report).map_err(failed)?;
-    if let Some(folder) = baselines {
-        let mut cases: Vec<Case> = groups.iter().flatten().map(|job| job.case).collect();
-        cases.dedup();
-        baselines::run(&folder, &cases, setup.histories(), args.repeats, &mut report).map_err(failed)?;
-    }
+    let mut others = match baselines {
+        Some(folder) => {
+            let mut cases: Vec<Case> = groups.iter().flatten().map(|job| job.case).collect();
+            cases.dedup();
+            Baselines::new(&folder, &cases, setup.histories()).map_err(failed)?
+        }
+        None => None,
+    };
+    measure_all(&setup, &groups, args.repeats, others.as_mut(), &mut report).map_err(failed)?;
     report.warn();
     if args.json { terminal::print_json(&report) } else { report.page().print() }
 }
@@ -90,7 +94,13 @@ fn failed(error: anyhow::Error) -> anyhow::Error {
     RuntimeFailure::new(format!("{error:#}")).into()
 }
 
-fn measure_all(setup: &Setup, groups: &[Vec<Job>], repeats: u32, report: &mut Report) -> Result<()> {
+fn measure_all(
+    setup: &Setup,
+    groups: &[Vec<Job>],
+    repeats: u32,
+    mut others: Option<&mut Baselines>,
+    report: &mut Report,
+) -> Result<()> {
     let jobs = groups.iter().map(|group| group.len() as u64).sum::<u64>();
     let bar = Bar::new(jobs * u64::from(repeats), "{bar:30} run {pos}/{len} {wide_msg} [{elapsed} left {eta}]");
     let mut rows: Vec<Vec<Row>> =
@@ -98,6 +108,10 @@ fn measure_all(setup: &Setup, groups: &[Vec<Job>], repeats: u32, report: &mut Re
     let all: Vec<(usize, usize)> =
         groups.iter().enumerate().flat_map(|(group, jobs)| (0..jobs.len()).map(move |at| (group, at))).collect();
     for repeat in 0..repeats {
+        // The baselines in each repeat, before and after the others in turn.
+        if let Some(others) = others.as_mut().filter(|_| repeat % 2 == 1) {
+            others.repeat()?;
+        }
         for step in 0..all.len() {
             // Forward and backward in turn, so that neither a drift of the machine nor a phase in which another
             // program uses it affects one case only.
@@ -112,11 +126,18 @@ fn measure_all(setup: &Setup, groups: &[Vec<Job>], repeats: u32, report: &mut Re
                 say(&format!("done     {name} {}", job.alloc));
             }
         }
+        if let Some(others) = others.as_mut().filter(|_| repeat % 2 == 0) {
+            others.repeat()?;
+        }
         if repeat + 1 < repeats && !bar.is_drawn() {
             say(&format!("repeat   {} of {repeats} done", repeat + 1));
         }
     }
     report.rows.extend(rows.into_iter().flatten());
+    if let Some(others) = others {
+        report.rows.append(&mut others.rows);
+        report.missing.append(&mut others.missing);
+    }
     bar.clear();
     Ok(())
 }

@@ -72,6 +72,11 @@ impl Row {
         self.median = f64::midpoint(at((sorted.len() - 1) / 2), at(sorted.len() / 2));
     }
 
+    /// Whether the repeats are further apart than [`NOISY`].
+    fn is_noisy(&self) -> bool {
+        (self.max - self.min) / self.median > NOISY
+    }
+
     fn is_rate(&self) -> bool {
         self.unit.ends_with("/s")
     }
@@ -136,7 +141,7 @@ impl Report {
         let noisy: Vec<String> = self
             .rows
             .iter()
-            .filter(|row| (row.max - row.min) / row.median > NOISY)
+            .filter(|row| row.is_noisy())
             .map(|row| format!("{} {}", row.case, row.allocator))
             .collect();
         if !noisy.is_empty() {
@@ -261,10 +266,13 @@ fn side_by_side(rows: &[&Row], page: &mut Page) {
     for names in names.chunks(SIDE_BY_SIDE) {
         let with_ranges = table(rows, &cases, names, false, figure);
         let narrow = baselines || !page.fits(&with_ranges);
-        let shown = |row: &Row| if narrow { digits(row.median) } else { figure(row) };
+        let shown = |row: &Row| if narrow { median(row) } else { figure(row) };
         page.table(&table(rows, &cases, names, baselines, shown));
         if narrow {
             page.note("medians; --json has the ranges");
+        }
+        if rows.iter().any(|row| names.contains(&row.allocator.as_str()) && row.is_noisy()) {
+            page.note(format!("~: the repeats are more than {:.0} % of their median apart", 100.0 * NOISY));
         }
     }
 }
@@ -296,9 +304,14 @@ fn table(rows: &[&Row], cases: &[&str], names: &[&str], baselines: bool, shown: 
     table
 }
 
-/// About three digits, with the range.
+/// About three digits, marked if the repeats scatter.
+fn median(row: &Row) -> String {
+    format!("{}{}", if row.is_noisy() { "~" } else { "" }, digits(row.median))
+}
+
+/// As [`median`], with the range.
 fn figure(row: &Row) -> String {
-    format!("{} ({}-{})", digits(row.median), digits(row.min), digits(row.max))
+    format!("{} ({}-{})", median(row), digits(row.min), digits(row.max))
 }
 
 #[cfg(test)]
@@ -323,6 +336,8 @@ mod tests {
         let (fast, slow) = (row(&[3.0, 1.0, 2.0], Case::Pair { bytes: 1 }), row(&[4.0, 6.0], Case::Pair { bytes: 1 }));
         assert_eq!((fast.min, fast.median, fast.max), (1.0, 2.0, 3.0));
         assert_eq!(slow.median, 5.0);
+        assert_eq!(figure(&row(&[100.0, 110.0], Case::Pair { bytes: 1 })), "105 (100-110)");
+        assert_eq!(figure(&row(&[100.0, 140.0], Case::Pair { bytes: 1 })), "~120 (100-140)");
         assert_eq!(fast.times_better(&slow), 2.5);
         let (much, little) = (row(&[8.0], Case::Threads { threads: 1 }), row(&[2.0], Case::Threads { threads: 1 }));
         assert_eq!(much.times_better(&little), 4.0);
