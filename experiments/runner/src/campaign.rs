@@ -74,12 +74,15 @@ struct Finished {
 struct Planned {
     part: String,
     needs: Vec<Need>,
-    /// Seconds of its last call here, else the total of the committed records' runs. Absent where no record contains
-    /// it.
+    /// Seconds of its last call here, else the total of the committed records' runs, else the estimate of the file.
+    /// Absent where none contains it.
     #[serde(skip_serializing_if = "Option::is_none")]
     seconds: Option<f64>,
     /// Whether it is complete in this directory.
     done: bool,
+    /// A spec of it that is not here: the part is skipped.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    missing_spec: Option<String>,
     command: Vec<String>,
     documents: Vec<String>,
 }
@@ -102,6 +105,10 @@ pub(crate) fn campaign(args: &CampaignArgs) -> Result<()> {
     let mut lacks = BTreeMap::new();
     for (part, planned) in chosen.iter().zip(&planned) {
         if planned.done {
+            continue;
+        }
+        if let Some(spec) = part.missing_spec() {
+            say(&format!("skipped  {}: there is no spec '{spec}' in experiments/specs", part.name));
             continue;
         }
         if let Some(need) = part.needs.iter().find(|need| *lacks.entry(**need).or_insert_with(|| lacking(**need))) {
@@ -167,8 +174,9 @@ fn plan(chosen: &[Part], done: &BTreeMap<String, Finished>, out: &Path, budget: 
         Ok(Planned {
             part: part.name.clone(),
             needs: part.needs.clone(),
-            seconds: here.map_or_else(|| rows::recorded_s(part), |here| Ok(Some(here.took_s)))?,
+            seconds: here.map_or_else(|| rows::recorded_s(part), |here| Ok(Some(here.took_s)))?.or(part.seconds),
             done: here.is_some() && there,
+            missing_spec: part.missing_spec().map(str::to_owned),
             command: part.words(out, budget)?,
             documents: part.documents.clone(),
         })
@@ -188,9 +196,21 @@ fn lacking(need: Need) -> bool {
         Need::Pytorch => {
             fails(&std::env::var("PYTHON").unwrap_or_else(|_| "python3".to_owned()), &["-c", "import torch"])
         }
+        Need::TwoGpus => CudaDriver::probe().map_or(true, |all| all.len() < 2),
+        Need::FourGpus => CudaDriver::probe().map_or(true, |all| all.len() < 4),
+        Need::Nvcc => fails(&std::env::var("NVCC").unwrap_or_else(|_| toolkit("nvcc")), &["--version"]),
+        Need::Sanitizer => fails(&toolkit("compute-sanitizer"), &["--version"]),
+        Need::Nsys => fails("nsys", &["--version"]),
+        Need::Ncu => fails("ncu", &["--version"]),
         Need::Cargo => fails("cargo", &["--version"]),
         Need::Perf => fails(&std::env::var("PERF").unwrap_or_else(|_| "perf".to_owned()), &["--version"]),
     }
+}
+
+/// A program of CUDA's toolkit, on the PATH or where the toolkit is installed.
+fn toolkit(name: &str) -> String {
+    let installed = Path::new("/usr/local/cuda/bin").join(name);
+    if installed.is_file() { installed.to_string_lossy().into_owned() } else { name.to_owned() }
 }
 
 /// Runs a part's command; returns its exit code and duration.
@@ -239,7 +259,11 @@ fn compare(chosen: &[Part], out: &Path) -> Result<Vec<Difference>> {
 fn page(planned: &[Planned]) -> Page {
     let needs = |planned: &Planned| planned.needs.iter().map(|need| need.name()).collect::<Vec<_>>().join(", ");
     let seconds = |planned: &Planned| planned.seconds.map(|seconds| format!("{seconds:.0}"));
-    let state = |planned: &Planned| if planned.done { "done" } else { "to do" };
+    let state = |planned: &Planned| match &planned.missing_spec {
+        Some(spec) => format!("no spec {spec}"),
+        None if planned.done => "done".to_owned(),
+        None => "to do".to_owned(),
+    };
     let table = table(
         planned,
         &[
@@ -252,7 +276,7 @@ fn page(planned: &[Planned]) -> Page {
     );
     let mut page = Page::stdout();
     page.table(&table);
-    page.note("seconds: the last call here, else the runs of the kept records; — where no record says it");
+    page.note("seconds: the last call here, else the runs of the kept records, else an estimate");
     page.gap();
     planned.iter().for_each(|part| page.line(format!("{}: {}", part.part, part.command.join(" "))));
     page

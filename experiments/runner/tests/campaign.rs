@@ -29,6 +29,46 @@ fn truth_is_made_once_and_compared() {
     assert!(!stderr.contains("part     truth"), "{stderr}");
 }
 
+/// Every spec of the repository belongs to a part, and each part names its requirements.
+#[test]
+fn every_spec_is_part_of_the_campaign() {
+    let plan = campaign().args(["--plan", "--json"]).assert().success().get_output().stdout.clone();
+    let parts: Vec<Value> = serde_json::from_slice(&plan).unwrap();
+    let words: Vec<&str> =
+        parts.iter().flat_map(|part| part["command"].as_array().unwrap()).filter_map(Value::as_str).collect();
+    let specs = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../specs");
+    for name in crate::common::names(&specs) {
+        let name = name.strip_suffix(".toml").unwrap();
+        assert!(words.contains(&name), "no part of campaign.toml runs {name}");
+    }
+    for part in &parts {
+        let needs: Vec<&str> = part["needs"].as_array().unwrap().iter().filter_map(Value::as_str).collect();
+        let is_on_gpu = part["command"].as_array().unwrap().iter().any(|word| word == "cuda");
+        assert!(!is_on_gpu || needs.iter().any(|need| need.contains("gpu")), "{part}");
+    }
+}
+
+/// A part whose spec is not here yet is skipped, and the others are made.
+#[test]
+fn a_part_without_its_spec_is_skipped() {
+    let test_dir = TestDir::new();
+    std::fs::create_dir_all(test_dir.at("experiments/specs")).unwrap();
+    test_dir.write("experiments/specs/small.toml", SMALL);
+    let part = |name: &str| {
+        format!(
+            "[[part]]\nname = '{name}'\ncommand = ['experiments', 'run', '{{specs}}', '--device', 'sim', '-o', '{{out}}']\n\
+             documents = []\n[[part.record]]\nspecs = ['{name}']\nmade = '{{spec}}'\nkept = '*-sim/{{spec}}'\nkey = ['arm']\n\
+             figures = ['wall_s']\n"
+        )
+    };
+    test_dir.write("parts.toml", part("no-such-spec-here") + &part("small"));
+    let output = test_dir.run(&["campaign", "--file", "parts.toml", "-o", "out"]).ok();
+    assert!(output.stderr.contains("skipped  no-such-spec-here: there is no spec 'no-such-spec-here'"), "{output:?}");
+    assert!(test_dir.at("out/small/experiment.json").is_file());
+    let plan = test_dir.run(&["campaign", "--file", "parts.toml", "-o", "out", "--plan"]).ok().stdout;
+    assert!(plan.contains("no spec no-such-spec-here") && plan.contains("done"), "{plan}");
+}
+
 /// A failed command leaves no file that looks complete, and one whose budget ended is not complete.
 #[cfg(unix)]
 #[test]

@@ -13,21 +13,33 @@ const PROFILE: &str = "profile.json";
 
 /// Requirements of a part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Deserialize, Serialize)]
-#[serde(rename_all = "lowercase")]
+#[serde(rename_all = "kebab-case")]
 pub(super) enum Need {
     Gpu,
+    TwoGpus,
+    FourGpus,
     Pytorch,
     Cargo,
     Perf,
+    Nvcc,
+    Nsys,
+    Ncu,
+    Sanitizer,
 }
 
 impl Need {
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Gpu => "GPU",
+            Self::TwoGpus => "2 GPUs",
+            Self::FourGpus => "4 GPUs",
             Self::Pytorch => "PyTorch",
             Self::Cargo => "cargo",
             Self::Perf => "perf",
+            Self::Nvcc => "nvcc",
+            Self::Nsys => "nsys",
+            Self::Ncu => "ncu",
+            Self::Sanitizer => "compute-sanitizer",
         }
     }
 }
@@ -39,6 +51,8 @@ pub(super) struct Part {
     pub(super) name: String,
     #[serde(default)]
     pub(super) needs: Vec<Need>,
+    /// Seconds of its command, roughly, where no committed record contains them.
+    pub(super) seconds: Option<f64>,
     /// Words of the command, with placeholders in braces.
     pub(super) command: Vec<String>,
     /// File for its output, in the campaign's directory.
@@ -144,6 +158,15 @@ fn newest(pattern: &str) -> Result<Option<PathBuf>> {
 }
 
 impl Part {
+    /// The first of its specs that is not here, if any.
+    pub(super) fn missing_spec(&self) -> Option<&str> {
+        let is_here = |spec: &str| repository::find(&format!("specs/{spec}.toml")).is_some();
+        let mut names = self.records.iter().flat_map(|record| &record.specs).map(String::as_str);
+        // A test's part names a file of its own in the command.
+        let is_named = self.command.iter().any(|word| word == "{specs}");
+        names.find(|spec| is_named && !is_here(spec))
+    }
+
     /// The command with its placeholders filled.
     pub(super) fn words(&self, out: &Path, budget_s: f64) -> Result<Vec<String>> {
         let directory = repository::find(FILE).and_then(|path| Some(path.parent()?.to_owned()));
@@ -152,10 +175,12 @@ impl Part {
         let committed = || newest(&format!("*/{PROFILE}"));
         let profile = made.map_or_else(committed, |made| Ok(Some(made)))?.unwrap_or_else(|| PathBuf::from(PROFILE));
         let python = std::env::var("PYTHON").unwrap_or_else(|_| "python3".to_owned());
+        let programs = repository::this_program()?.parent().map(Path::to_owned).unwrap_or_default();
         let fill = |word: &String| {
             word.replace("{out}", &out.to_string_lossy())
                 .replace("{experiments}", &directory.to_string_lossy())
                 .replace("{python}", &python)
+                .replace("{programs}", &programs.to_string_lossy())
                 .replace("{profile}", &profile.to_string_lossy())
                 // Budget in whole seconds, which every program can parse.
                 .replace("{budget}", &format!("{:.0}", budget_s.floor()))

@@ -43,6 +43,9 @@ pub(super) fn read(path: &Path, key: &str) -> Result<Vec<Value>> {
     let name = path.to_string_lossy();
     let text = text(path).with_context(|| format!("cannot read {name}"))?;
     let plain = name.strip_suffix(".xz").unwrap_or(&name);
+    if plain.ends_with(".txt") {
+        return Ok(of_tests(&text));
+    }
     let broken = |error: &dyn std::fmt::Display| anyhow!("{name}: {error}");
     if plain.ends_with(".csv") {
         let rows = csv::Reader::from_reader(text.as_bytes()).into_deserialize::<BTreeMap<String, String>>();
@@ -61,6 +64,15 @@ pub(super) fn read(path: &Path, key: &str) -> Result<Vec<Value>> {
         },
         _ => Err(broken(&"has no rows")),
     }
+}
+
+/// The outcomes of tests, as a test program prints them: `test NAME ... ok`.
+fn of_tests(text: &str) -> Vec<Value> {
+    let outcome = |line: &str| {
+        let (name, outcome) = line.strip_prefix("test ")?.rsplit_once(" ... ")?;
+        Some(serde_json::json!({"test": name, "passed": u8::from(outcome == "ok")}))
+    };
+    text.lines().filter_map(outcome).collect()
 }
 
 fn text(path: &Path) -> std::io::Result<String> {
@@ -240,6 +252,16 @@ mod tests {
         fs::write(&path, r#"{"rows": [1], "calls": [{"call": "a"}, {"call": "b"}]}"#).unwrap();
         let [rows, calls, none] = ["rows", "calls", "none"].map(|key| read(&path, key).unwrap().len());
         assert_eq!((rows, calls, none), (1, 2, 1), "without such a key the document is a row");
+    }
+
+    #[test]
+    fn outcomes_of_tests_are_rows() {
+        let temp_dir = tempfile::tempdir().unwrap();
+        let path = temp_dir.path().join("gpu-tests.txt");
+        fs::write(&path, "commit   abc\n\n== a\ntest a::b ... ok\ntest c ... FAILED\ntest result: FAILED. 1 passed\n")
+            .unwrap();
+        let rows = read(&path, "rows").unwrap();
+        assert_eq!(rows, [json!({"test": "a::b", "passed": 1}), json!({"test": "c", "passed": 0})]);
     }
 
     #[test]
