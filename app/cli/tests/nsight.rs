@@ -233,10 +233,7 @@ fn the_first_screen_names_the_line_that_waits() {
             ],
         );
     }
-    let mut command = Command::new(env!("CARGO_BIN_EXE_vramlab"));
-    let command = command.arg("nsight").arg(&export.path).env("COLUMNS", "100").env("NO_COLOR", "1");
-    let text = stdout(&command.output().unwrap());
-    assert!(text.lines().all(|line| line.chars().count() <= 100), "{text}");
+    let text = screen(&export.path, &[]);
     let words = text.split_whitespace().collect::<Vec<_>>().join(" ");
     assert!(words.starts_with("cudaFree waited "), "{words}");
     assert!(words.contains(" in 4 of 4 calls, most of them at proj/train.py:30 step, behind gemm."), "{words}");
@@ -257,6 +254,52 @@ fn the_first_screen_names_the_line_that_waits() {
     plain.db.execute(sql, []).unwrap();
     let document: Value = serde_json::from_str(&stdout(&nsight(&plain.path, &["--json"]))).unwrap();
     assert_eq!(document["tables"]["sites"][0]["site"], "c10::free");
+}
+
+/// What a command prints on a screen of 100 columns.
+fn screen(file: &Path, arguments: &[&str]) -> String {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_vramlab"));
+    let command = command.arg("nsight").arg(file).args(arguments).env("COLUMNS", "100").env("NO_COLOR", "1");
+    let text = stdout(&command.output().unwrap());
+    assert!(text.lines().all(|line| line.chars().count() <= 100), "{text}");
+    text
+}
+
+#[test]
+fn long_names_and_several_processes_fit_the_first_screen() {
+    let gemm = format!("sm90_xmma_gemm_{}_cublas", "tilesize128x128x64_".repeat(5));
+    let mut export = Export::new(Version::New);
+    let other = (77 << 24) | 5;
+    for at in [0, 1000] {
+        export.kernel(&gemm, (at, at + 10), (at + 20, at + 900));
+        export.memory_call("cudaFree_v3020", at + 30, at + 910, 4096);
+        let launch = export.call_on(other, "cudaLaunchKernel_ptsz_v7000", at, at + 10);
+        export.run(&gemm, launch, (at + 20, at + 900), 13);
+        let sql = "UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET deviceId = 1, globalPid = ?1 WHERE correlationId = ?2";
+        export.db.execute(sql, [77 << 24, launch]).unwrap();
+        export.call_on(other, "cudaFree_v3020", at + 30, at + 910);
+    }
+    for arguments in [&[][..], &["--tables"]] {
+        let words = screen(&export.path, arguments).split_whitespace().collect::<Vec<_>>().join(" ");
+        assert!(words.contains("mostly behind") && !words.contains("omitted: mostly"), "{words}");
+        assert!(
+            words.contains("sm90_xmma_gemm_") && words.contains("…") && words.contains("_cublas (100 %)"),
+            "{words}"
+        );
+        // More than the span, since both call at the same time.
+        assert!(words.contains("4 memory calls of 2 processes take 3.52 us within 1.91 us:"), "{words}");
+    }
+    let document: Value = serde_json::from_str(&stdout(&nsight(&export.path, &["--json"]))).unwrap();
+    assert_eq!(document["tables"]["waited_for"][0]["waited_for"], gemm.as_str());
+}
+
+#[test]
+fn a_capture_without_calls_has_no_empty_table() {
+    let mut export = Export::new(Version::New);
+    export.insert("NVTX_EVENTS", &[("start", &5), ("eventType", &34), ("globalTid", &THREAD), ("text", &"mark")]);
+    let text = screen(&export.path, &[]);
+    assert!(text.starts_with("The capture has no CUDA calls.\n"), "{text}");
+    assert!(!text.contains("calls  time"), "{text}");
 }
 
 #[test]

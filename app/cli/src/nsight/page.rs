@@ -45,7 +45,7 @@ pub(crate) fn write(
     let has_sites = !summary.tables.sites.is_empty();
     let at = if has_sites { "<th>at" } else { "" };
     let _ = write!(html, "<table><tr><th>call<th>calls<th>time<th>waiting<th>waited{at}<th>behind</tr>");
-    for row in screen::rows(summary, usize::MAX) {
+    for row in screen::rows(summary, usize::MAX, usize::MAX) {
         let _ = write!(
             html,
             "<tr><td>{}<td>{}<td>{}<td>{}<td>{}{}<td>{}</tr>",

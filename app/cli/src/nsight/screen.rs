@@ -9,13 +9,19 @@ use vramlab_nsight::python;
 
 /// A share of all waits that names the work behind them.
 const MOST: f64 = 0.5;
+/// Letters of a kernel's name in a sentence and in a table; names of libraries' kernels have a hundred and more. `--json` and the page have
+/// the whole names.
+const IN_SENTENCE: usize = 60;
+const IN_TABLE: usize = 36;
 
 /// The page.
 pub(crate) fn report(summary: &Summary, args: &NsightArgs) -> Page {
     let mut page = Page::stdout();
     page.line(sentence(summary));
     page.gap();
-    page.table(&calls(summary, args.top));
+    if !summary.tables.calls.is_empty() {
+        page.table(&calls(summary, args.top));
+    }
     if args.tables {
         tables(&mut page, summary, args.top);
     }
@@ -34,14 +40,22 @@ pub(crate) fn report(summary: &Summary, args: &NsightArgs) -> Page {
 pub(crate) fn sentence(summary: &Summary) -> String {
     let memory = &summary.memory;
     let span = time(summary.span_ns);
+    // Threads and processes call at the same time.
+    let within = match summary.processes {
+        1 if memory.total_ns <= summary.span_ns => format!("take {} of {span}", time(memory.total_ns)),
+        1 => format!("of several threads take {} within {span}", time(memory.total_ns)),
+        processes => format!("of {processes} processes take {} within {span}", time(memory.total_ns)),
+    };
     let total = format!(
-        "{} memory calls take {} of {span}: {} waiting for the device, {} of their own.",
+        "{} memory calls {within}: {} waiting for the device, {} of their own.",
         memory.calls,
-        time(memory.total_ns),
         time(memory.blocked_ns),
         time((memory.total_ns - memory.blocked_ns).max(0)),
     );
     let total = if memory.calls == 0 { format!("The capture of {span} has no memory calls.") } else { total };
+    if summary.tables.calls.is_empty() {
+        return "The capture has no CUDA calls.".to_owned();
+    }
     let Some(call) = summary.tables.calls.first().filter(|call| call.blocked_ns > 0) else {
         return format!("No call waited for the device. {total}");
     };
@@ -49,9 +63,10 @@ pub(crate) fn sentence(summary: &Summary) -> String {
     let behind = top.map_or(String::new(), |row| {
         let share = ratio(row.blocked_ns, call.blocked_ns);
         let share = if share >= 0.995 { String::new() } else { format!("{:.0} % of it ", 100.0 * share) };
-        format!(", {share}behind {}", row.waited_for)
+        format!(", {share}behind {}", short(&row.waited_for, IN_SENTENCE))
     });
-    let at = site(summary, call).map_or(String::new(), |(site, _)| format!(", most of them at {site}"));
+    let at = site(summary, call)
+        .map_or(String::new(), |(site, _)| format!(", most of them at {}", short(site, IN_SENTENCE)));
     format!(
         "{} waited {} in {} of {} calls{at}{behind}. {total}",
         call.call,
@@ -84,8 +99,8 @@ fn site<'s>(summary: &'s Summary, call: &CallRow) -> Option<(&'s str, f64)> {
     Some((&first.site, ratio(weight(first), whole)))
 }
 
-/// The rows of the table of calls, most time lost first.
-pub(crate) fn rows(summary: &Summary, top: usize) -> Vec<Row> {
+/// The rows of the table of calls, most time lost first. Names have at most `letters`.
+pub(crate) fn rows(summary: &Summary, top: usize, letters: usize) -> Vec<Row> {
     let mut behind: BTreeMap<&str, (&str, i64)> = BTreeMap::new();
     for row in &summary.tables.waited_for {
         let best = behind.entry(&row.call).or_insert((&row.waited_for, row.blocked_ns));
@@ -96,6 +111,7 @@ pub(crate) fn rows(summary: &Summary, top: usize) -> Vec<Row> {
     let row = |row: &CallRow| {
         let work = behind.get(row.call.as_str()).filter(|_| row.blocked_ns > 0).map(|(work, blocked)| {
             let share = ratio(*blocked, row.blocked_ns);
+            let work = short(work, letters);
             if share >= MOST { format!("{work} ({:.0} %)", 100.0 * share) } else { "several".to_owned() }
         });
         Row {
@@ -106,9 +122,9 @@ pub(crate) fn rows(summary: &Summary, top: usize) -> Vec<Row> {
             waited: if row.waited > 0 { row.waited.to_string() } else { String::new() },
             idle_cost: row.idle_cost_ns.map(time).unwrap_or_default(),
             behind: work.unwrap_or_default(),
-            at: site(summary, row).map_or(String::new(), |(site, share)| match share {
-                share if share >= 0.995 => site.to_owned(),
-                share => format!("{site} ({:.0} %)", 100.0 * share),
+            at: site(summary, row).map_or(String::new(), |(site, share)| match (short(site, letters), share) {
+                (site, share) if share >= 0.995 => site,
+                (site, share) => format!("{site} ({:.0} %)", 100.0 * share),
             }),
         }
     };
@@ -128,7 +144,7 @@ fn calls(summary: &Summary, top: usize) -> Table {
         Column::text("mostly behind").priority(2),
     ];
     let mut table = Table::new(columns.into_iter().chain(has_sites.then(|| Column::text("mostly at").priority(1))));
-    for row in rows(summary, top) {
+    for row in rows(summary, top, IN_TABLE) {
         let cells = [row.call, row.calls, row.time, row.waiting, row.waited, row.idle_cost, row.behind];
         table.row(cells.into_iter().chain(has_sites.then_some(row.at)));
     }
@@ -145,7 +161,8 @@ fn tables(page: &mut Page, summary: &Summary, top: usize) {
         let mut table = Table::new(columns.into_iter().chain([Column::text("behind"), Column::text("in").priority(2)]));
         for row in rows.into_iter().take(top) {
             let bytes = row.bytes.map(|bytes| bytes.to_string()).unwrap_or_default();
-            table.row([time(row.blocked_ns), row.call.clone(), bytes, row.waited_for.clone(), row.path.clone()]);
+            let behind = short(&row.waited_for, IN_SENTENCE);
+            table.row([time(row.blocked_ns), row.call.clone(), bytes, behind, row.path.clone()]);
         }
         page.table(&table);
         page.title("Waits by place");
@@ -197,7 +214,7 @@ fn tables(page: &mut Page, summary: &Summary, top: usize) {
         ]);
         for row in tables.launch_gaps.iter().take(top) {
             table.row([
-                row.work.clone(),
+                short(&row.work, IN_SENTENCE),
                 row.count.to_string(),
                 time(row.total_ns),
                 time(row.median_ns),
@@ -215,6 +232,17 @@ pub(crate) fn frames(stack: &[String]) -> Vec<&str> {
     let python = |frame: &&String| python::is_python(frame);
     let frames: Vec<&str> = stack.iter().filter(python).take(SHOWN).map(String::as_str).collect();
     if frames.is_empty() { stack.iter().take(SHOWN).map(String::as_str).collect() } else { frames }
+}
+
+/// A name without its middle, if it is longer: kernels of one kind begin alike, and end with what tells them apart.
+fn short(name: &str, letters: usize) -> String {
+    let count = name.chars().count();
+    if count <= letters {
+        return name.to_owned();
+    }
+    let end = letters / 3;
+    let start: String = name.chars().take(letters - end - 1).collect();
+    format!("{start}…{}", name.chars().skip(count - end).collect::<String>())
 }
 
 fn time(ns: i64) -> String {
