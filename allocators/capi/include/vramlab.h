@@ -235,6 +235,26 @@ typedef struct vramlab_segment_event {
   uint64_t stream;
 } vramlab_segment_event;
 
+// Times of calls that pin host memory, or release it, in nanoseconds.
+typedef struct vramlab_durations {
+  // Number of calls since the last `vramlab_reset_accumulated`.
+  uint64_t count;
+  // Their sum.
+  uint64_t total_ns;
+  // The longest since the last `vramlab_reset_peaks`.
+  uint64_t max_ns;
+  // The shortest since then; 0 where there was none.
+  uint64_t min_ns;
+} vramlab_durations;
+
+// Calls that pin host memory and release it.
+typedef struct vramlab_pinning {
+  // Calls that pin.
+  struct vramlab_durations alloc;
+  // Calls that release.
+  struct vramlab_durations free;
+} vramlab_pinning;
+
 // The pages around an exported block.
 typedef struct vramlab_exported {
   // First address of the first page.
@@ -269,8 +289,9 @@ const char *vramlab_status_name(int32_t status);
 void vramlab_text_free(char *text);
 
 // Opens an allocator: `NAME` or `NAME:key=value,key=value`, as in the programs of this project. The device is `cuda`, `cuda:N`,
-// `sim` (a simulated H200), `sim:N` (further ones) or `sim:FILE` (with a profile). Opening the first allocator on a GPU takes
-// about a second.
+// `sim` (a simulated H200), `sim:N` (further ones) or `sim:FILE` (with a profile), or `host:` before one of the first four: pinned
+// memory of the host, for allocators such as `host-exact`, see `vramlab_record_stream_on`. Opening the first allocator on a GPU
+// takes about a second.
 //
 // # Safety
 // See the top of this file.
@@ -278,7 +299,7 @@ vramlab_status vramlab_open(const char *name,
                             const char *device,
                             struct vramlab **out);
 
-// Whether `vramlab_open` would accept an allocator and its settings. Opens nothing.
+// Whether `vramlab_open` would accept an allocator of a GPU's memory and its settings. Opens nothing.
 //
 // # Safety
 // See the top of this file.
@@ -584,6 +605,39 @@ vramlab_status vramlab_can(struct vramlab *vramlab, uint32_t *out);
 // # Safety
 // See the top of this file.
 vramlab_status vramlab_settings_json(struct vramlab *vramlab, char **out);
+
+// Whether `vramlab_open` would accept an allocator and its settings on a device such as `host:cuda`. Opens nothing.
+//
+// # Safety
+// See the top of this file.
+vramlab_status vramlab_check_on(const char *name, const char *device);
+
+// Announces that work queued so far on a stream of a GPU, such as a copy, uses a block of pinned memory: it serves no other request
+// before that work has completed. An allocator of pinned memory ignores the stream of a request, because the host uses a block at
+// once, so every stream that uses a block has to be announced. `vramlab_record_stream` announces a stream of the GPU in the name of
+// the device. The status is `VRAMLAB_STATUS_INCAPABLE` for an allocator of a GPU's memory.
+//
+// # Safety
+// See the top of this file; the stream is of the GPU with this number.
+vramlab_status vramlab_record_stream_on(struct vramlab *vramlab,
+                                        uint64_t address,
+                                        uint32_t device,
+                                        uint64_t stream);
+
+// Announces that a stream of a GPU is about to be destroyed, as `vramlab_stream_gone` does for the GPU in the name of the device.
+//
+// # Safety
+// As of `vramlab_stream_gone`; the stream is of the GPU with this number.
+vramlab_status vramlab_stream_gone_on(struct vramlab *vramlab,
+                                      uint32_t device,
+                                      uint64_t stream);
+
+// The times of calls that pinned memory and released it. The status is `VRAMLAB_STATUS_INCAPABLE` for an allocator of a GPU's memory.
+//
+// # Safety
+// See the top of this file.
+vramlab_status vramlab_read_pinning(struct vramlab *vramlab,
+                                    struct vramlab_pinning *out);
 
 // Exports the memory around the live block that begins at an address, so that other processes can map it: calls `page` for each
 // page in the order of their addresses, with a file descriptor, or with `VRAMLAB_FABRIC` and the 64 bytes of a fabric handle.

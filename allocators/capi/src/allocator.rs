@@ -1,5 +1,6 @@
 //! An allocator on a device, for the functions of the library.
 
+pub(crate) mod pinned;
 pub(crate) mod shared;
 
 use crate::device::Device;
@@ -15,10 +16,10 @@ use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use vramlab_device::output::{Existing, OutputFile};
-use vramlab_device::{Bytes, DeviceAddr, Driver, HookedDriver, MeteredDriver};
+use vramlab_device::{Bytes, DeviceAddr, Driver, HookedDriver, MeteredDriver, StreamId};
 use vramlab_histories::formats::{Ending, Export, Segment, SegmentBlock};
-use vramlab_policies::backends::SegmentUse;
 use vramlab_policies::backends::pytorch::conf::{AppliedConf, ParseConfError, TorchConf};
+use vramlab_policies::backends::{SegmentUse, parse_host_list};
 use vramlab_policies::contract::PoolKind;
 use vramlab_policies::instruments::nvtx::Ranges;
 use vramlab_policies::instruments::nvtx::memory::{Heaps, NvtxMemory};
@@ -81,7 +82,7 @@ fn is_off(variable: &str) -> bool {
 
 impl Allocator {
     pub(crate) fn open(allocator: &str, device: &str) -> Outcome<Self> {
-        let selection: Selection = allocator.parse()?;
+        let selection = selected(allocator, device)?;
         let device = Device::open(device)?;
         let calls = Arc::new(MeteredDriver::new(Arc::clone(device.driver()), None, None));
         let notices = Arc::new(Notices::default());
@@ -89,7 +90,8 @@ impl Allocator {
         let hooked = HookedDriver::with_hook(Arc::clone(&calls) as Arc<dyn Driver>, hook);
         let segments = Arc::new(hooked);
         let mut driver: Arc<dyn Driver> = Arc::clone(&segments) as _;
-        let checker = memory_checker();
+        // It checks memory of GPUs.
+        let checker = if device.host().is_some() { None } else { memory_checker() };
         if let Some(heaps) = &checker {
             driver = heaps.watch(driver);
         }
@@ -167,7 +169,7 @@ impl Allocator {
         if bytes == 0 {
             return Ok(0);
         }
-        let stream = self.device.stream(stream)?;
+        let stream = self.device.request_stream(stream)?;
         serving(stream.get());
         let request = Request::new(bytes);
         let served = match pool {
@@ -230,7 +232,10 @@ impl Allocator {
         if address == 0 {
             return Ok(());
         }
-        let stream = self.device.stream(stream)?;
+        self.record_use(address, self.device.stream(stream)?)
+    }
+
+    fn record_use(&self, address: u64, stream: StreamId) -> Outcome<()> {
         let recorded = self.held.with(address, |held| match held.stream == stream {
             true => Ok(()),
             false => {
@@ -242,7 +247,7 @@ impl Allocator {
     }
 
     pub(crate) fn stream_gone(&self, stream: u64) -> Outcome<()> {
-        Ok(self.device.forget(stream)?)
+        self.device.forget(stream)
     }
 
     pub(crate) fn capturing(&self, open: bool) {
@@ -340,10 +345,12 @@ impl Allocator {
 
     pub(crate) fn reset_peaks(&self) {
         self.stack().reset_peaks();
+        self.device.host().inspect(|host| host.reset_longest());
     }
 
     pub(crate) fn reset_accumulated(&self) {
         *lock(&self.since) = Some(self.stack().stats());
+        self.device.host().inspect(|host| host.reset_sums());
     }
 
     /// The effective setting; `None` where the allocator has no such setting or it is not set.
@@ -475,10 +482,19 @@ impl Allocator {
     }
 }
 
-/// Refuses a text that names no allocator, or unknown settings or values.
-pub(crate) fn check(text: &str) -> Outcome<()> {
-    text.parse::<Selection>()?;
-    Ok(())
+/// The allocator that a text names, of the memory of a device.
+fn selected(text: &str, device: &str) -> Outcome<Selection> {
+    if !Device::is_host(device) {
+        return Ok(text.parse()?);
+    }
+    let mut listed = parse_host_list(text)?;
+    let selection = listed.pop().filter(|_| listed.is_empty());
+    selection.ok_or_else(|| Failure::new(Status::Unknown, format!("'{text}': name one allocator, such as host-exact")))
+}
+
+/// Refuses a text that names no allocator of the device's memory, or unknown settings or values.
+pub(crate) fn check(text: &str, device: &str) -> Outcome<()> {
+    Ok(selected(text, device)?.check()?)
 }
 
 fn to_json(value: &impl serde::Serialize) -> Outcome<String> {

@@ -1,13 +1,16 @@
 //! The devices of the process. Allocators on one device share its driver, and its knowledge of the program's streams.
 
 use crate::error::{Failure, Outcome, Status};
+use crate::host::Host;
 use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use vramlab_device::sim::SimMemory;
-use vramlab_device::{CudaDriver, DeviceKind, DeviceName, Driver, DriverResult, Profile, SimDriver, StreamId};
+use vramlab_device::{
+    CudaDriver, DeviceKind, DeviceName, Driver, DriverResult, HostDriver, Profile, SimDriver, StreamId,
+};
 use vramlab_policies::DeviceAllocator;
 
 /// An open device.
@@ -17,8 +20,18 @@ pub(crate) struct Device {
     /// Changes when a stream was forgotten. No two devices of a process ever share a value.
     epoch: AtomicU64,
     /// The allocators on it, which must all forget a destroyed stream. Locked while they do.
-    allocators: Mutex<Vec<Weak<dyn DeviceAllocator>>>,
+    allocators: Allocators,
+    /// Of pinned memory: the host, and the stream that its requests have.
+    host: Option<(Arc<Host>, StreamId)>,
+    /// The hosts that have streams of this GPU, and its number there.
+    hosts: Mutex<Vec<(u32, Weak<Host>)>>,
 }
+
+/// The allocators over a device.
+pub(crate) type Allocators = Arc<Mutex<Vec<Weak<dyn DeviceAllocator>>>>;
+
+/// How names of pinned memory begin.
+const HOST: &str = "host:";
 
 /// The open devices, by the text of their name.
 static OPEN: Mutex<BTreeMap<String, Weak<Device>>> = Mutex::new(BTreeMap::new());
@@ -38,8 +51,11 @@ thread_local! {
 }
 
 impl Device {
-    /// Opens a device, or returns an open one: `cuda`, `cuda:1`, `sim`, `sim:2`, `sim:FILE`.
+    /// Opens a device, or returns an open one: `cuda`, `cuda:1`, `sim`, `sim:2`, `sim:FILE`, `host:cuda`.
     pub(crate) fn open(text: &str) -> Outcome<Arc<Self>> {
+        if let Some(gpu) = text.strip_prefix(HOST) {
+            return Self::open_host(gpu);
+        }
         let (driver, key): (Opening, String) = match numbered_simulation(text) {
             Some(number) => (Box::new(|| Ok(simulated(Profile::h200()))), format!("sim:{number}")),
             None => match DeviceName::among(text, &[DeviceKind::Cuda, DeviceKind::Sim])? {
@@ -64,10 +80,49 @@ impl Device {
         if let Some(device) = open.get(&key).and_then(Weak::upgrade) {
             return Ok(device);
         }
-        let device =
-            Arc::new(Self { driver: driver()?, epoch: AtomicU64::new(next_epoch()), allocators: Mutex::default() });
+        let device = Arc::new(Self::over(driver()?, Allocators::default(), None));
         open.insert(key, Arc::downgrade(&device));
         Ok(device)
+    }
+
+    /// Pinned memory. Each has streams of its own, so that it is not shared.
+    fn open_host(gpu: &str) -> Outcome<Arc<Self>> {
+        let allocators = Allocators::default();
+        let host = Arc::new(Host::open(gpu, Arc::clone(&allocators))?);
+        host.follow();
+        let stream = host.stream_create()?;
+        let driver = Arc::new(HostDriver::real(Arc::clone(&host) as _));
+        Ok(Arc::new(Self::over(driver, allocators, Some((host, stream)))))
+    }
+
+    fn over(driver: Arc<dyn Driver>, allocators: Allocators, host: Option<(Arc<Host>, StreamId)>) -> Self {
+        Self { driver, epoch: AtomicU64::new(next_epoch()), allocators, host, hosts: Mutex::default() }
+    }
+
+    /// Whether a name is of pinned memory.
+    pub(crate) fn is_host(text: &str) -> bool {
+        text.starts_with(HOST)
+    }
+
+    /// The host, of pinned memory.
+    pub(crate) fn host(&self) -> Option<&Arc<Host>> {
+        self.host.as_ref().map(|(host, _)| host)
+    }
+
+    /// The stream of a request: of pinned memory the host's, whichever is named.
+    #[inline]
+    pub(crate) fn request_stream(&self, handle: u64) -> DriverResult<StreamId> {
+        match &self.host {
+            Some((_, stream)) => Ok(*stream),
+            None => self.stream(handle),
+        }
+    }
+
+    /// Notifies a host when a stream of this GPU is destroyed.
+    pub(crate) fn add_host(&self, number: u32, host: Weak<Host>) {
+        let hosts = &mut *self.hosts.lock().unwrap_or_else(PoisonError::into_inner);
+        hosts.retain(|(_, other)| other.strong_count() > 0);
+        hosts.push((number, host));
     }
 
     pub(crate) fn driver(&self) -> &Arc<dyn Driver> {
@@ -107,15 +162,23 @@ impl Device {
     /// The allocators forget it first, so that no free waits for a stream that the driver does not know. Then the driver forgets
     /// it, and refuses it to calls that begin later. A call that found it before may still be running, for a block of the stream
     /// itself: it has returned when its allocator has been notified a second time. Then the program may destroy the stream.
-    pub(crate) fn forget(&self, handle: u64) -> DriverResult<()> {
+    pub(crate) fn forget(&self, handle: u64) -> Outcome<()> {
+        if let Some(host) = self.host() {
+            return host.gpu(host.primary())?.forget(handle);
+        }
+        let hosts: Vec<_> = self.hosts.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let allocators = self.allocators();
         let stream = self.stream(handle)?;
-        let forget = || allocators.iter().filter_map(Weak::upgrade).for_each(|each| each.forget_stream(stream));
+        let forget = |last| {
+            allocators.iter().filter_map(Weak::upgrade).for_each(|each| each.forget_stream(stream));
+            let hosts = hosts.iter().filter_map(|(number, host)| Some((*number, host.upgrade()?)));
+            hosts.for_each(|(number, host)| host.forget(number, stream, last));
+        };
         self.driver.device_synchronize()?;
-        forget();
+        forget(false);
         self.epoch.store(next_epoch(), Release);
         self.driver.stream_forget(stream)?;
-        forget();
+        forget(true);
         Ok(())
     }
 }

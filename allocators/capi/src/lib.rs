@@ -21,13 +21,16 @@ mod device;
 mod driver;
 mod error;
 mod held;
+mod host;
 mod notices;
 mod records;
 
+pub use allocator::pinned::*;
 pub use allocator::shared::*;
 pub use allocator::{Allocator, Checkpoint};
 pub use driver::{SegmentAction, SegmentEvent};
 pub use error::Status;
+pub use host::{Durations, Pinning};
 pub use records::{BlockRecord, BlockStateRecord, Gauge, Pooled, SegmentRecord, StatsRecord};
 
 use allocator::{allocators_json, torch_conf_json};
@@ -160,8 +163,9 @@ pub unsafe extern "C" fn vramlab_text_free(text: *mut c_char) {
 }
 
 /// Opens an allocator: `NAME` or `NAME:key=value,key=value`, as in the programs of this project. The device is `cuda`, `cuda:N`,
-/// `sim` (a simulated H200), `sim:N` (further ones) or `sim:FILE` (with a profile). Opening the first allocator on a GPU takes
-/// about a second.
+/// `sim` (a simulated H200), `sim:N` (further ones) or `sim:FILE` (with a profile), or `host:` before one of the first four: pinned
+/// memory of the host, for allocators such as `host-exact`, see `vramlab_record_stream_on`. Opening the first allocator on a GPU
+/// takes about a second.
 ///
 /// # Safety
 /// See the top of this file.
@@ -177,14 +181,14 @@ pub unsafe extern "C" fn vramlab_open(name: *const c_char, device: *const c_char
     })
 }
 
-/// Whether `vramlab_open` would accept an allocator and its settings. Opens nothing.
+/// Whether `vramlab_open` would accept an allocator of a GPU's memory and its settings. Opens nothing.
 ///
 /// # Safety
 /// See the top of this file.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vramlab_check(name: *const c_char) -> Status {
     // SAFETY: as promised.
-    answer(|| unsafe { text(name, "the allocator's name") }.and_then(allocator::check))
+    answer(|| unsafe { text(name, "the allocator's name") }.and_then(|name| allocator::check(name, "")))
 }
 
 /// Closes an allocator: waits for the device, and releases everything, also live blocks. In a callback of `vramlab_on_segment` or

@@ -312,6 +312,93 @@ static void sharing(const char *name) {
   OK(vramlab_close(v));
 }
 
+static void pinned(const char *name) {
+  FAILS(UNKNOWN, "pinned host memory", vramlab_open(name, "sim", &(vramlab *){NULL}));
+  FAILS(UNKNOWN, "caching", vramlab_open("caching", "host:sim", &(vramlab *){NULL}));
+  FAILS(UNKNOWN, "number of a GPU", vramlab_open(name, "host:sim:first", &(vramlab *){NULL}));
+  OK(vramlab_check_on(name, "host:cuda"));
+  OK(vramlab_check_on("caching", "cuda"));
+  FAILS(UNKNOWN, "pinned host memory", vramlab_check_on(name, "cuda"));
+  FAILS(UNKNOWN, "caching", vramlab_check_on("caching", "host:cuda"));
+  FAILS(UNKNOWN, "one allocator", vramlab_check_on("host-exact,host-pytorch", "host:cuda"));
+
+  vramlab *v = open_on(name, "host:sim:1");
+  uint64_t a = allocate(v, 3 * MIB + 1, 0), b = allocate(v, 5 * MIB, 9), zero = 1;
+  OK(vramlab_allocate(v, 0, 0, &zero));
+  CHECK(zero == 0);
+  OK(vramlab_record_stream_on(v, 0, 0, 7));
+  // It is memory of the host.
+  memset((void *)(uintptr_t)a, 7, 3 * MIB + 1);
+  CHECK(*(const unsigned char *)(uintptr_t)(a + 3 * MIB) == 7);
+  vramlab_pinning pinning;
+  OK(vramlab_read_pinning(v, &pinning));
+  CHECK(pinning.alloc.count == stats_of(v).num_device_alloc && pinning.alloc.count >= 1 && pinning.free.count == 0);
+  CHECK(pinning.alloc.max_ns >= pinning.alloc.min_ns && pinning.alloc.total_ns >= pinning.alloc.max_ns);
+
+  // A free waits for streams that were announced, whichever GPU's they are, also for that of the request; others do not.
+  OK(vramlab_record_stream_on(v, a, 0, 7));
+  OK(vramlab_record_stream_on(v, a, 1, 7));
+  OK(vramlab_record_stream(v, b, 9));
+  FAILS(FOREIGN, "holds no block", vramlab_record_stream_on(v, a + 256, 0, 7));
+  OK(vramlab_free(v, a));
+  CHECK(stats_of(v).allocation.all.current == 1 && stats_of(v).active.all.current == 2);
+  FAILS(FOREIGN, "holds no block", vramlab_free(v, a));
+  OK(vramlab_free(v, b));
+  OK(vramlab_trim(v, 0, NULL));
+  CHECK(stats_of(v).active.all.current == 0 && stats_of(v).reserved_bytes.all.current == 0);
+  uint64_t c = allocate(v, MIB, 0);
+  OK(vramlab_free(v, c));
+  CHECK(stats_of(v).active.all.current == 0);
+
+  // Streams that are destroyed.
+  c = allocate(v, MIB, 0);
+  uint64_t d = allocate(v, MIB, 0);
+  OK(vramlab_record_stream_on(v, c, 0, 7));
+  OK(vramlab_record_stream_on(v, d, 1, 9));
+  OK(vramlab_stream_gone_on(v, 0, 7));
+  OK(vramlab_stream_gone(v, 9));
+  OK(vramlab_free(v, c));
+  OK(vramlab_free(v, d));
+  CHECK(stats_of(v).active.all.current == 0);
+
+  // An open capture: nothing waits for a GPU.
+  c = allocate(v, MIB, 0);
+  OK(vramlab_capturing(v, true));
+  OK(vramlab_record_stream_on(v, c, 2, 5));
+  OK(vramlab_free(v, c));
+  OK(vramlab_capturing(v, false));
+  OK(vramlab_trim(v, 0, NULL));
+  OK(vramlab_read_pinning(v, &pinning));
+  CHECK(pinning.free.count == stats_of(v).num_device_free && pinning.free.count >= 1);
+  OK(vramlab_reset_peaks(v));
+  OK(vramlab_reset_accumulated(v));
+  OK(vramlab_read_pinning(v, &pinning));
+  CHECK(pinning.alloc.count == 0 && pinning.alloc.max_ns == 0 && pinning.free.total_ns == 0);
+  a = allocate(v, MIB, 0);
+  OK(vramlab_close(v));
+
+  v = open_on("caching", "sim");
+  FAILS(INCAPABLE, "pinned", vramlab_record_stream_on(v, 0, 0, 7));
+  FAILS(INCAPABLE, "pinned", vramlab_stream_gone_on(v, 0, 7));
+  FAILS(INCAPABLE, "pinned", vramlab_read_pinning(v, &pinning));
+  OK(vramlab_close(v));
+}
+
+// A stream of a GPU is forgotten by pinned memory, too, whichever allocator is told.
+static void pinned_beside_a_gpu(void) {
+  vramlab *host = open_on("host-exact", "host:sim:3"), *gpu = open_on("caching", "sim:3");
+  uint64_t a = allocate(host, MIB, 0), b = allocate(host, MIB, 0);
+  OK(vramlab_record_stream(host, a, 5));
+  OK(vramlab_record_stream_on(host, b, 3, 6));
+  OK(vramlab_stream_gone(gpu, 5));
+  OK(vramlab_free(host, a));
+  CHECK(stats_of(host).active.all.current == 1);
+  OK(vramlab_free(host, b));
+  CHECK(stats_of(host).active.all.current == 1);
+  OK(vramlab_close(gpu));
+  OK(vramlab_close(host));
+}
+
 static void forks(void) {
   vramlab *v = open_on("caching", "sim");
   uint64_t address = allocate(v, MIB, 0);
@@ -342,6 +429,9 @@ int main(int count, char **arguments) {
   threads("stream-ordered");
   files_and_instruments(count > 1 ? arguments[1] : "/tmp");
   for (size_t i = 0; i < 4; i++) sharing(names[i]);
+  pinned("host-exact");
+  pinned("host-pytorch");
+  pinned_beside_a_gpu();
   forks();
   puts("every function of libvramlab was called");
   return 0;
