@@ -77,7 +77,7 @@ def for_glibc(version: str, compiler: str, folder: Path) -> tuple[str, tuple[str
 
 
 def build(version: str, folder: Path) -> list[Path]:
-    """Builds shim and recorder for one version, and says where they are."""
+    """Builds shims and recorder for one version, and says where they are."""
     # Any Python's wheel has the same headers and libraries of C++.
     unpack(f"torch=={version}", folder, _OF_TORCH, ["--only-binary=:all:"])
     told = (folder / "torch" / "version.py").read_text()
@@ -94,7 +94,7 @@ def build(version: str, folder: Path) -> list[Path]:
     compiler = _build.find_compiler()
     if compiler is None:
         raise Error(f"there is no C++ compiler ({', '.join(_build.COMPILERS)}); install one or name it in CXX")
-    parts = [_build.SHIM, _build.RECORDER]
+    parts = list(_build.PARTS)
     oldest = os.environ.get("VRAMLAB_GLIBC")
     if oldest:
         compiler, of_cxx = for_glibc(oldest, compiler, folder)

@@ -120,6 +120,15 @@ CUDA cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* to,
 CUDA cudaError_t cudaMalloc(void** to, size_t bytes) {
     return *to = std::aligned_alloc(512, (bytes + 511) / 512 * 512), cudaSuccess;
 }
+CUDA cudaError_t cudaHostAlloc(void** to, size_t bytes, unsigned) { return cudaMalloc(to, bytes); }
+CUDA cudaError_t cudaFreeHost(void* block) { return std::free(block), cudaSuccess; }
+// No memory is known, so that PyTorch pins whatever it is to pin. During a capture, in which it copies from pinned memory only,
+// all of the host's is.
+CUDA cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* to, const void*) {
+    std::lock_guard<std::mutex> guard(lock);
+    std::memset(to, 0, sizeof(*to));
+    return to->type = captured.empty() ? cudaMemoryTypeUnregistered : cudaMemoryTypeHost, cudaSuccess;
+}
 CUDA cudaError_t cudaFree(void* block) { return std::free(block), cudaSuccess; }
 CUDA cudaError_t cudaMemcpyAsync(void*, const void*, size_t, cudaMemcpyKind, cudaStream_t) { return cudaSuccess; }
 CUDA cudaError_t cudaMemcpyPeerAsync(void*, int, const void*, int, size_t, cudaStream_t) { return cudaSuccess; }

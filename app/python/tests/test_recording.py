@@ -296,3 +296,33 @@ def test_the_processes_of_a_run_leave_whole_recordings(variables: dict[str, str]
     early, late = (read(files[why])["device_traces"][0] for why in ("signal", "exit"))
     assert late[: len(early)] == early
     assert [event["size"] for event in late if event["action"] == "alloc"] == [20_000, 36_000]
+
+
+PINNED = """
+import torch
+torch.cuda.init()
+blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in (3 << 20, (5 << 20) + 1)]
+del blocks
+torch.empty(1000, dtype=torch.uint8, pin_memory=True)
+"""
+
+
+@pytest.mark.parametrize("host", ["", "host-exact"])
+def test_the_record_has_what_was_requested_of_pinned_memory(
+    host: str, variables: dict[str, str], tmp_path: Path
+) -> None:
+    more = {"PYTHONPATH": f"{SOURCE}/vramlab/_site:{SOURCE}", "VRAMLAB_OUTPUT": str(tmp_path), "VRAMLAB_RUN": "r"}
+    if host:
+        try:
+            more |= {"VRAMLAB_HOST_ALLOC": host, "VRAMLAB_LIBRARY": str(vramlab.library_path())}
+        except ImportError as missing:
+            pytest.skip(str(missing))
+    done = python(variables, "-c", PINNED, **more)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    (file,) = tmp_path.glob("*.process.json")
+    record = json.loads(file.read_text())
+    assert record["host_allocator"] == (host or None)
+    mib = 1 << 20
+    assert record["pinned_requested_bytes"] == 8 * mib + 1
+    # PyTorch rounds to powers of two, and pins 1 KiB for the last.
+    assert record["pinned_bytes"] == (8 * mib + 4096 if host else 12 * mib + 1024)

@@ -1,4 +1,4 @@
-"""Compiles the C++ code that uses PyTorch's classes: the shim between PyTorch and libvramlab, and the recorder.
+"""Compiles the C++ code that uses PyTorch's classes: the shims between PyTorch and libvramlab, and the recorder.
 
 Each library fits only the version of PyTorch that it was compiled for, so it is compiled once per version and stored in
 the user's cache, $XDG_CACHE_HOME/vramlab (~/.cache/vramlab). Compiling needs a C++ compiler but not nvcc.
@@ -31,8 +31,8 @@ NEWEST = (2, 15)
 ANYWAY = "VRAMLAB_TORCH_ANYWAY"
 
 PACKAGE = Path(__file__).resolve().parent
-# The two parts share headers.
-SOURCES = (PACKAGE / "shim", PACKAGE / "recorder")
+# The parts share headers.
+SOURCES = (PACKAGE / "shim", PACKAGE / "recorder", PACKAGE / "host")
 COMPILERS = ("g++", "c++", "clang++")
 FLAGS = ("-O2", "-fPIC", "-shared", "-fvisibility=hidden")
 # PyTorch's libraries load the CUDA runtime, whichever file it is. PyTorch links libstdc++ dynamically: a second copy in
@@ -52,6 +52,9 @@ class Part:
 SHIM = Part("shim")
 # The program's named ranges (ATen/record_function.h) are in libtorch_cpu.
 RECORDER = Part("recorder", ("-ltorch_cpu", *LIBRARIES))
+# Pinned host memory; its interface (ATen/core/CachingHostAllocator.h) is in libtorch_cpu.
+HOST = Part("host", ("-ltorch_cpu", *LIBRARIES))
+PARTS = (SHIM, RECORDER, HOST)
 
 
 class BuildError(Error):
@@ -109,6 +112,11 @@ def shim(torch: Torch) -> Path:
 def recorder(torch: Torch) -> Path:
     """The recorder's file for a PyTorch, see [`shim`]."""
     return built(RECORDER, torch)
+
+
+def host(torch: Torch) -> Path:
+    """The file of the shim for pinned host memory for a PyTorch, see [`shim`]."""
+    return built(HOST, torch)
 
 
 def built(part: Part, torch: Torch) -> Path:

@@ -132,6 +132,7 @@ _OF_ALLOCATOR: dict[str, list[Any]] = {
     "allocate_in": [c_uint64, c_uint64, c_uint64, _OUT],
     "free": [c_uint64],
     "record_stream": [c_uint64, c_uint64],
+    "record_stream_on": [c_uint64, c_uint32, c_uint64],
     "stream_gone": [c_uint64],
     "capturing": [c_bool],
     "reuse_in_captures": [c_bool],
@@ -180,6 +181,7 @@ class Library:
         self.checkpoint_free = self._declare("checkpoint_free", None, [c_void_p])
         self.open = self._declare("open", c_int32, [c_char_p, c_char_p, POINTER(c_void_p)])
         self._check = self._declare("check", c_int32, [c_char_p])
+        self._check_on = self._declare("check_on", c_int32, [c_char_p, c_char_p])
         self.allocators_json = self._declare("allocators_json", c_int32, [_TEXT])
         self._torch_conf_json = self._declare("torch_conf_json", c_int32, [c_char_p, c_char_p, c_uint64, _TEXT])
         for name, arguments in _OF_ALLOCATOR.items():
@@ -198,6 +200,10 @@ class Library:
     def known(self, spec: str) -> None:
         """Raises if a spec contains an unknown allocator, setting or value. Opens nothing."""
         self.check(self._check(spec.encode()))
+
+    def known_on(self, spec: str, device: str) -> None:
+        """The same for an allocator of a device's memory, such as "host:cuda"."""
+        self.check(self._check_on(spec.encode(), device.encode()))
 
     def torch_conf(self, spec: str, conf: str, limit: int | None = None) -> dict[str, Any]:
         """PyTorch's settings as an allocator applies them: `settings`, and the `ignored` and `fixed` keys."""

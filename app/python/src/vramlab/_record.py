@@ -106,6 +106,7 @@ class _Recorder:
         self.functions.vramlab_recorder_tail.restype = ctypes.c_void_p
         begin = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_uint64]
         self.functions.vramlab_recorder_begin.argtypes = begin
+        self.functions.vramlab_recorder_pinned.restype = ctypes.c_uint64
         layout = _frames.measure()
         self.reads_frames = False
         if layout is not None:
@@ -158,6 +159,15 @@ class Recording:
         if functions.vramlab_recorder_begin(stem, ending, frames == "alloc", frames_from) != 0:
             raise RuntimeError(functions.vramlab_recorder_error().decode(errors="replace"))
         _Recorder.busy = True
+
+    def watch_pinned(self) -> None:
+        """Counts the pinned host memory that is requested of PyTorch's own allocator from now on."""
+        if self.recorder.functions.vramlab_recorder_watch_pinned() != 0:
+            raise RuntimeError(self.recorder.functions.vramlab_recorder_error().decode(errors="replace"))
+
+    def pinned(self) -> int:
+        """The most bytes of it that the program held at once, before rounding."""
+        return int(self.recorder.functions.vramlab_recorder_pinned())
 
     def write(self, path: Path, *, last: bool) -> list[Path]:
         """Writes a complete recording so far: `last` completes the file itself, else a copy is written to `path`.

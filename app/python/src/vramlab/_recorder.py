@@ -123,6 +123,11 @@ class Recorder:
             frames=_record.check_frames(os.environ.get("VRAMLAB_FRAMES") or "alloc"),
             frames_from=_number("VRAMLAB_FRAMES_FROM", int, 0),
         )
+        if isinstance(self.recording, _record.Recording) and self._host_allocator() is None:
+            try:
+                self.recording.watch_pinned()
+            except Exception as error:
+                say(f"what is requested of pinned memory is not counted: {error}")
         attach = getattr(self.torch._C, "_cuda_attach_out_of_memory_observer", None)
         if attach is not None:
             attach(self._out_of_memory)
@@ -210,7 +215,9 @@ class Recorder:
             "until_ns": time.time_ns(),
             "snapshots": self.snapshots + self._unfinished(state),
             "devices": self._devices() if state == "ended" else [],
+            "host_allocator": self._host_allocator(),
             "pinned_bytes": self._pinned() if state == "ended" else None,
+            "pinned_requested_bytes": self._pinned_requested() if state == "ended" else None,
             "step_ns": self._step_times(),
             "allocator_stats": self._own_stats() if state == "ended" else None,
         }
@@ -250,8 +257,28 @@ class Recorder:
     def _pinned(self) -> int | None:
         """Peak bytes of pinned host memory; None if this PyTorch does not count them."""
         try:
-            return int(self.torch.cuda.host_memory_stats()["allocated_bytes.peak"])
+            stats = self.torch.cuda.host_memory_stats()
+            # PyTorch 2.9 calls the same quantity otherwise.
+            return int(
+                stats["reserved_bytes.peak"] if "reserved_bytes.peak" in stats else stats["allocated_bytes.peak"]
+            )
         except (AttributeError, KeyError):
+            return None
+
+    @staticmethod
+    def _host_allocator() -> str | None:
+        """The allocator of PyTorch's pinned memory, by its requested name; None for PyTorch's own."""
+        inside = sys.modules.get("vramlab.torch")
+        return None if inside is None else inside.host_allocator()
+
+    def _pinned_requested(self) -> int | None:
+        """Peak bytes of pinned memory that the program held, before rounding; None if nothing counted them."""
+        try:
+            if self._host_allocator() is not None:
+                return int(sys.modules["vramlab.torch"].host_stats()["requested_bytes"]["peak"])
+            return self.recording.pinned() if isinstance(self.recording, _record.Recording) else None
+        except Exception as error:
+            say(f"what was requested of pinned memory: {error}")
             return None
 
     def _step_times(self) -> list[int]:
@@ -332,12 +359,26 @@ def _limit(torch: Any, limit: int) -> None:
     cuda.set_device = set_device_and_limit
 
 
+def _host_requested() -> str | None:
+    """The allocator of pinned memory: of VRAMLAB_HOST_ALLOC, or the one that `vramlab run` puts before CUDA's driver.
+
+    PyTorch's own allocator would sit above the one at the driver, and round its requests.
+    """
+    named = os.environ.get("VRAMLAB_HOST_ALLOC")
+    get = os.environ.get
+    if named or get("VRAMLAB_INJECT_TORCH") == "1" or get("VRAMLAB_INJECT_FREE") == "driver":
+        return named or None
+    pooled = "pinned" in get("VRAMLAB_INJECT_POOL", "").split(",")
+    return get("VRAMLAB_INJECT_HOST") or ("host-exact" if pooled else None)
+
+
 def torch_is_there() -> None:
     """Sets up the allocator, the limit and the recording after the import of torch."""
     import torch
 
     allocator = os.environ.get("VRAMLAB_ALLOC")
     limit = _number("VRAMLAB_LIMIT", int, 0)
+    host = _host_requested()
     if allocator:
         try:
             import vramlab.torch
@@ -349,6 +390,15 @@ def torch_is_there() -> None:
             raise SystemExit(2) from None
     elif limit > 0:
         _limit(torch, limit)
+    if host:
+        try:
+            import vramlab.torch
+
+            vramlab.torch.use(host=host)
+        except Exception as error:
+            # PyTorch's own allocator over another one would round what is attributed to the other.
+            say(f"{host} cannot serve PyTorch's pinned memory: {error}")
+            raise SystemExit(2) from None
     folder = os.environ.get("VRAMLAB_OUTPUT")
     if folder:
         try:

@@ -4,6 +4,8 @@ Loaded before the program. It only starts watching for the import of torch: a pr
 unaffected, and a process that never uses CUDA leaves no file. Its variables:
 
 VRAMLAB_ALLOC   allocator to use under PyTorch
+VRAMLAB_HOST_ALLOC  allocator of pinned host memory to use under PyTorch; VRAMLAB_INJECT_HOST, which `run --host-alloc`
+                sets, does the same
 VRAMLAB_OUTPUT  directory for snapshots; if unset, nothing is recorded
 VRAMLAB_RUN     the run's word, in each process's record
 VRAMLAB_LIMIT   limit on PyTorch's reserved bytes
@@ -71,7 +73,9 @@ def _torch_is_there() -> None:
 
 def install() -> None:
     """Watches for the import of torch, if a variable requests it."""
-    if not any(os.environ.get(name) for name in ("VRAMLAB_ALLOC", "VRAMLAB_OUTPUT", "VRAMLAB_LIMIT")):
+    if not any(
+        os.environ.get(name) for name in ("VRAMLAB_ALLOC", "VRAMLAB_HOST_ALLOC", "VRAMLAB_OUTPUT", "VRAMLAB_LIMIT")
+    ):
         return
     if "torch" in sys.modules:
         _torch_is_there()

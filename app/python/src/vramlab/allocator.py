@@ -93,7 +93,8 @@ class Allocator(_NoCopy):
         """Opens an allocator.
 
         `allocator` is NAME or NAME:key=value,…; settings may also be given as keywords. `device` is "cuda", "cuda:1",
-        "sim" (a simulated H200), "sim:2" (another one) or "sim:FILE" (with a profile). `limit` is as for
+        "sim" (a simulated H200), "sim:2" (another one), "sim:FILE" (with a profile), or "host:cuda" and the like for
+        pinned memory of the host, which a GPU's driver pins: for allocators such as "host-exact". `limit` is as for
         [`set_limit`].
         """
         self._library = library()
@@ -144,9 +145,19 @@ class Allocator(_NoCopy):
         """Frees a block. Work that uses it must already be queued, on its stream or on recorded streams."""
         self._call("free", _number(address, "an address"))
 
-    def record_stream(self, address: int, stream: int) -> None:
-        """Records that work queued on another stream uses a block, which is not reused before that work completes."""
-        self._call("record_stream", _number(address, "an address"), _number(stream, "a stream"))
+    def record_stream(self, address: int, stream: int, gpu: int | None = None) -> None:
+        """Records that work queued on another stream uses a block, which is not reused before that work completes.
+
+        Pinned memory may be used by streams of every GPU; `gpu` is the number of the stream's, without it that of the
+        device's name. The stream of the request counts only if it is recorded, too.
+        """
+        numbers = _number(address, "an address"), _number(stream, "a stream")
+        if gpu is None:
+            self._call("record_stream", *numbers)
+        elif not 0 <= gpu < 2**32:
+            raise InvalidError(f"a GPU is {gpu}; write a number from 0 to 2^32 - 1")
+        else:
+            self._call("record_stream_on", numbers[0], gpu, numbers[1])
 
     def stream_gone(self, stream: int) -> None:
         """Notifies the allocator that a stream will be destroyed. Waits for the device and completes deferred frees."""

@@ -17,10 +17,20 @@ from typing import Any
 
 import torch
 
-from vramlab import _build
+from vramlab import _build, _pinned
 from vramlab._library import NO_LIMIT, Error, library, spec
 
-__all__ = ["MemPool", "allocator", "latency", "set_limit", "stats", "use"]
+__all__ = [
+    "MemPool",
+    "allocator",
+    "host_allocator",
+    "host_stats",
+    "latency",
+    "set_limit",
+    "stats",
+    "use",
+    "watch_host",
+]
 
 _lock = threading.Lock()
 
@@ -57,8 +67,19 @@ class _Shim:
 _shim: _Shim | None = None
 
 
-def use(allocator: str = "caching", *, limit: int | None = None, latency: bool = False, **settings: Any) -> None:
-    """Serves PyTorch's CUDA memory from an allocator from now on. Call it before CUDA is used.
+def use(
+    allocator: str | None = None,
+    *,
+    host: str | None = None,
+    limit: int | None = None,
+    latency: bool = False,
+    **settings: Any,
+) -> None:
+    """Serves PyTorch's memory from now on: CUDA memory from `allocator`, pinned memory of the host from `host`.
+
+    One that is not named stays PyTorch's own; without both, CUDA memory is served by caching. Call it before CUDA is
+    used. Pinned memory may be in use: its blocks stay PyTorch's. `host` is the name of an allocator of pinned memory
+    with its settings, such as "host-exact"; see [`host_stats`]. The other arguments are about CUDA memory.
 
     `allocator` is NAME or NAME:key=value,…, and settings may be given as keywords. `limit` is the limit on reserved
     bytes per GPU. `latency` times every call, for [`stats`]. Settings in PYTORCH_CUDA_ALLOC_CONF apply if the allocator
@@ -68,37 +89,50 @@ def use(allocator: str = "caching", *, limit: int | None = None, latency: bool =
     same allocator does nothing. Raises [`vramlab.Error`] if CUDA is in use, another allocator is installed, the name
     or a setting is unknown, or the shim cannot be built.
     """
-    global _shim
     with _lock:
-        asked = spec(allocator, settings)
-        _check_limit(limit)
-        if _shim is not None and asked in (_shim.spec, _shim.spec.partition(":")[0]):
-            if limit is not None:
-                _set_limit(_shim, limit)
-            return
-        if _shim is not None:
-            raise Error(
-                f"PyTorch runs under {_shim.spec} already, and cannot change to {asked}: blocks of both would mix. Use "
-                "one allocator a process, or vramlab.torch.MemPool for a part of it"
-            )
-        if torch.cuda.is_initialized():
-            raise Error(
-                "CUDA is in use already, under PyTorch's own allocator. Call vramlab.torch.use() before the first use "
-                f"of CUDA, or start the program with VRAMLAB_ALLOC={asked}"
-            )
-        conf, ignored = _from_conf(asked, limit)
-        file = _build.shim(_build.Torch.installed())
-        made = _Shim(spec(asked, conf), str(file), latency)
-        options = ",".join([f"limit={limit}"] * (limit is not None) + [f"latency={int(latency)}"])
-        if made.install(os.fsencode(library().path), made.spec.encode(), options.encode()) != 0:
-            raise Error(made.error_text())
-        if ignored:
-            text = f"vramlab: of PyTorch's settings {asked} does not have {', '.join(ignored)}; they do nothing"
-            warnings.warn(text, stacklevel=2)
-        _tell_of_changes(asked)
-        # The requested name: a second call requests the same one.
-        made.spec = asked
-        _shim = made
+        if host is not None:
+            if allocator is None and (settings or limit is not None or latency):
+                raise Error(
+                    "a limit, latency and settings are of CUDA memory; name its allocator, too: use('caching', ...)"
+                )
+            # Before anything is installed.
+            library().known_on(host, "host:cuda")
+        if allocator is not None or host is None:
+            _use_on_gpus(spec(allocator or "caching", settings), limit, latency)
+        if host is not None:
+            _pinned.install(host)
+
+
+def _use_on_gpus(asked: str, limit: int | None, latency: bool) -> None:
+    global _shim
+    _check_limit(limit)
+    if _shim is not None and asked in (_shim.spec, _shim.spec.partition(":")[0]):
+        if limit is not None:
+            _set_limit(_shim, limit)
+        return
+    if _shim is not None:
+        raise Error(
+            f"PyTorch runs under {_shim.spec} already, and cannot change to {asked}: blocks of both would mix. Use "
+            "one allocator a process, or vramlab.torch.MemPool for a part of it"
+        )
+    if torch.cuda.is_initialized():
+        raise Error(
+            "CUDA is in use already, under PyTorch's own allocator. Call vramlab.torch.use() before the first use "
+            f"of CUDA, or start the program with VRAMLAB_ALLOC={asked}"
+        )
+    conf, ignored = _from_conf(asked, limit)
+    file = _build.shim(_build.Torch.installed())
+    made = _Shim(spec(asked, conf), str(file), latency)
+    options = ",".join([f"limit={limit}"] * (limit is not None) + [f"latency={int(latency)}"])
+    if made.install(os.fsencode(library().path), made.spec.encode(), options.encode()) != 0:
+        raise Error(made.error_text())
+    if ignored:
+        text = f"vramlab: of PyTorch's settings {asked} does not have {', '.join(ignored)}; they do nothing"
+        warnings.warn(text, stacklevel=3)
+    _tell_of_changes(asked)
+    # The requested name: a second call requests the same one.
+    made.spec = asked
+    _shim = made
 
 
 def _installed() -> _Shim:
@@ -110,6 +144,31 @@ def _installed() -> _Shim:
 def allocator() -> str | None:
     """The allocator that PyTorch uses, by its requested name; None for PyTorch's own."""
     return None if _shim is None else _shim.spec
+
+
+def host_allocator() -> str | None:
+    """The allocator of PyTorch's pinned host memory, by its requested name; None for PyTorch's own."""
+    return _pinned.allocator()
+
+
+def watch_host() -> None:
+    """Counts the pinned memory that is requested of PyTorch's own allocator from now on, for [`host_stats`].
+
+    PyTorch's statistics count blocks, whose sizes are rounded. No decision of the allocator changes. Does nothing under
+    an allocator of vramlab.
+    """
+    _pinned.watch()
+
+
+def host_stats() -> dict[str, Any]:
+    """Pinned host memory of this process, after `use(host=...)` or [`watch_host`].
+
+    `allocator` ("pytorch" for PyTorch's own), `requested_bytes` (what the program holds, before rounding) and
+    `reserved_bytes` (what is pinned), each `current` and `peak`, and the number of `requests`. Of an allocator of
+    vramlab also its `settings`, `stats` and driver `calls`. `torch.cuda.reset_peak_host_memory_stats()` resets the
+    peaks.
+    """
+    return _pinned.stats()
 
 
 def set_limit(limit: int | None) -> None:

@@ -9,6 +9,7 @@
 // its listeners.
 
 #include "../shim/background.h"
+#include "../shim/pinned.h"
 #include "../shim/torch_versions.h"
 
 #include "pickle.h"
@@ -339,6 +340,9 @@ void Recorder::on_range_end(const at::RecordFunction& range, at::ObserverContext
 
 void Recorder::on_fork() { recorder().forget(); }
 
+// Counts the pinned memory that is requested of PyTorch's own allocator: its statistics and snapshots have rounded sizes.
+vramlab_shim::Watch* pinned = nullptr;
+
 std::string last_text;
 std::string last_error;
 
@@ -391,6 +395,25 @@ VRAMLAB_EXPORT const char* vramlab_recorder_stack() {
 VRAMLAB_EXPORT int vramlab_recorder_begin(const char* stem, const char* ending, int frames, uint64_t frames_from) {
     using namespace vramlab_recorder;
     return guarded([&] { recorder().begin(stem, ending, frames != 0, frames_from); });
+}
+
+// Counts requests of pinned memory from now on.
+VRAMLAB_EXPORT int vramlab_recorder_watch_pinned() {
+    using namespace vramlab_recorder;
+    return guarded([] {
+        if (pinned != nullptr) return;
+        auto* native = at::getHostAllocator(at::kCUDA);
+        TORCH_CHECK(native != nullptr, "PyTorch has no allocator of pinned memory");
+        pinned = new vramlab_shim::Watch(native);
+        at::setHostAllocator(at::kCUDA, pinned);
+        vramlab_shim::watch_forks();
+    });
+}
+
+// The most bytes of it that the program held, before rounding; 0 where nothing counts them.
+VRAMLAB_EXPORT uint64_t vramlab_recorder_pinned() {
+    using namespace vramlab_recorder;
+    return pinned == nullptr ? 0 : pinned->requested.peak();
 }
 
 // Announces a copy of the allocator's segments; `last`: that copy ends the recording.

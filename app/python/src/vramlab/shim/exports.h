@@ -1,22 +1,8 @@
 // The C functions that Python calls. Part of shim.cpp.
 
+#include "guarded.h"
+
 namespace {
-
-std::string last_error;
-
-// Runs `act` and stores an exception's text for `vramlab_shim_error`.
-template <typename Result, typename Act>
-Result guarded(Result failed, Act&& act) {
-    try {
-        last_error.clear();
-        return act();
-    } catch (const c10::Error& error) {
-        last_error = error.what_without_backtrace();
-    } catch (const std::exception& error) {
-        last_error = error.what();
-    }
-    return failed;
-}
 
 // The number after `key=` in `key=value,key=value`, or `otherwise`.
 uint64_t option(const std::string& options, const std::string& key, uint64_t otherwise) {

@@ -19,7 +19,7 @@ namespace vramlab_shim {
     X(capturing) X(reuse_in_captures) X(pool_create) X(pool_release) X(pool_trim) X(pool_checkpoint) X(pool_restore) \
     X(checkpoint_free) X(trim) X(set_limit) X(memory) X(read_stats) X(reset_peaks) X(reset_accumulated) X(visit) \
     X(base) X(block_at) X(on_segment) X(on_free) X(latency) X(can) X(export_block) X(exported_descriptor) \
-    X(import_pages) X(import_close) X(has_pages)
+    X(import_pages) X(import_close) X(has_pages) X(record_stream_on) X(read_pinning)
 // clang-format on
 
 struct Library {
