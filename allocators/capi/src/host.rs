@@ -392,6 +392,22 @@ unsafe impl Driver for Host {
         Ok(())
     }
 
+    unsafe fn host_register(&self, ptr: NonNull<u8>, bytes: usize) -> DriverResult<()> {
+        let start = self.clock.now_ns();
+        // SAFETY: passed on.
+        unsafe { self.pin_driver().host_register(ptr, bytes) }?;
+        lock(&self.pinning).alloc.add(self.clock.now_ns().saturating_sub(start));
+        Ok(())
+    }
+
+    unsafe fn host_unregister(&self, ptr: NonNull<u8>) -> DriverResult<()> {
+        let start = self.clock.now_ns();
+        // SAFETY: passed on.
+        unsafe { self.pin_driver().host_unregister(ptr) }?;
+        lock(&self.pinning).free.add(self.clock.now_ns().saturating_sub(start));
+        Ok(())
+    }
+
     unsafe fn copy_to_device(&self, _dst: DeviceAddr, _src: &[u8], _stream: StreamId) -> DriverResult<()> {
         Err(unsupported(CallKind::CopyToDevice))
     }
@@ -407,6 +423,16 @@ unsafe impl Driver for Host {
     }
 
     unsafe fn copy_to_host(&self, _dst: &mut [u8], _src: DeviceAddr, _stream: StreamId) -> DriverResult<()> {
+        Err(unsupported(CallKind::CopyToHost))
+    }
+
+    unsafe fn copy_to_host_async(
+        &self,
+        _dst: NonNull<u8>,
+        _src: DeviceAddr,
+        _bytes: usize,
+        _stream: StreamId,
+    ) -> DriverResult<()> {
         Err(unsupported(CallKind::CopyToHost))
     }
 
