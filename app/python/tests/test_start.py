@@ -311,7 +311,7 @@ def test_the_pth_loads_nothing_unless_a_variable_asks_for_it(tmp_path: Path, var
     assert loaded(installed(tmp_path / "site"), **variables) == ("", "")
 
 
-@pytest.mark.parametrize("variable", ["VRAMLAB_ALLOC", "VRAMLAB_OUTPUT"])
+@pytest.mark.parametrize("variable", ["VRAMLAB_ALLOC", "VRAMLAB_HOST_ALLOC", "VRAMLAB_OUTPUT"])
 def test_the_pth_watches_for_torch_where_a_variable_asks_for_it(tmp_path: Path, variable: str) -> None:
     assert loaded(installed(tmp_path / "site"), **{variable: "x"}) == ("vramlab vramlab._start _AfterImport", "")
 
