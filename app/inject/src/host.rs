@@ -8,6 +8,9 @@
 //!
 //! A free does not wait, as the driver's does. A request that the free blocks cannot serve waits for freed blocks that can, before more is
 //! pinned: the driver's free would have waited for the same work, and pinning is slow.
+//!
+//! PyTorch has an allocator of pinned memory of its own, which rounds to powers of two. Where the package for Python has replaced that
+//! one (`--host-alloc` with PyTorch), its segments are the driver's: [`vramlab_inject_leave_host`].
 
 mod blocks;
 
@@ -65,13 +68,23 @@ static ALLOCATORS: Mutex<Option<Allocators>> = Mutex::new(None);
 /// Whether this process is a child of one that used pinned memory. CUDA does not work in it, and locks may be held for ever.
 static FORKED: AtomicBool = AtomicBool::new(false);
 
+/// Whether PyTorch's pinned memory is served in this process, so that its segments are the driver's.
+static LEFT: AtomicBool = AtomicBool::new(false);
+
 extern "C" fn forget() {
     FORKED.store(true, Release);
 }
 
+/// Leaves new pinned memory of this process to the driver; blocks that were served are freed as before. The package for Python calls it
+/// by its name when an allocator of this project serves PyTorch's pinned memory: two caches above each other would keep memory twice.
+#[unsafe(no_mangle)]
+pub extern "C" fn vramlab_inject_leave_host() {
+    LEFT.store(true, Release);
+}
+
 /// Whether pinned memory is served.
 pub(crate) fn is_on() -> bool {
-    settings::get().host.is_some() && !FORKED.load(Acquire)
+    settings::get().host.is_some() && !FORKED.load(Acquire) && !LEFT.load(Acquire)
 }
 
 /// Pinned memory for the program, else the driver's code. `None`: the driver serves.

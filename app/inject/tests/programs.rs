@@ -342,6 +342,16 @@ fn pinned_memory_is_served_with_equal_results() {
 
 #[test]
 #[ignore = "needs a C compiler"]
+fn pinned_memory_is_left_to_an_allocator_inside_the_program() {
+    let (built, folder) = (Built::get(), tempfile::tempdir().unwrap());
+    equal(&mut built.plain("dlsym", "pinned-left"));
+    let left = equal(&mut built.pinned("dlsym", "pinned-left", "host-exact", folder.path()));
+    // One segment, and three requests after it; three frees, and one of a block that is free.
+    assert_eq!((driver_calls(&left, "pinned"), driver_calls(&left, "unpinned")), (1 + 3, 3 + 1), "{left}");
+}
+
+#[test]
+#[ignore = "needs a C compiler"]
 fn a_driver_before_stream_ordered_memory_serves_segments_of_pinned_memory() {
     let (built, folder) = (Built::get(), tempfile::tempdir().unwrap());
     let mut command = built.pinned("dlsym", "pinned", "host-exact", folder.path());

@@ -461,6 +461,18 @@ static void pinned_threads(void) {
     CHECK(cuCtxSynchronize() == 0 && count_of("early") <= 0);
 }
 
+// An allocator inside the program takes pinned memory over: from then on it is the driver's.
+static void pinned_left(void) {
+    void *served, *left[3];
+    void (*leave)(void) = (void (*)(void))dlsym(RTLD_DEFAULT, "vramlab_inject_leave_host");
+    CHECK(cuMemHostAlloc(&served, 4096, 0) == 0);
+    CHECK((leave != NULL) == !getenv("PLAIN"));
+    if (leave) leave();
+    for (int i = 0; i < 3; i++) CHECK(cuMemHostAlloc(&left[i], 4096, 0) == 0);
+    CHECK(cuMemFreeHost(served) == 0 && cuMemFreeHost(served) == 1);
+    for (int i = 0; i < 3; i++) CHECK(cuMemFreeHost(left[i]) == 0);
+}
+
 static P late;
 static void* late_pinned;
 static void at_exit(void) {
@@ -502,6 +514,7 @@ int main(int count, char** words) {
     if (!strcmp(test, "pinned-memory")) pinned_out_of_memory();
     if (!strcmp(test, "pinned-state")) pinned_state();
     if (!strcmp(test, "pinned-threads")) pinned_threads();
+    if (!strcmp(test, "pinned-left")) pinned_left();
     if (!strcmp(test, "slow")) slow(64);
     if (!strcmp(test, "pinned-exit")) {
         void* left;
