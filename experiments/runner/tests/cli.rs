@@ -270,8 +270,8 @@ fn costs_of_pinned_memory_are_written_for_replays() {
     assert!(measured["command"].as_array().unwrap().contains(&json!("--only-host")), "{measured}");
     assert!(measured["machine"]["processors"].as_u64().unwrap() > 0);
     let counts = ["pins", "copies", "pool"].map(|key| measured[key].as_array().unwrap().len());
-    // Three sizes by cudaHostAlloc and three numbers of threads; five sizes, four kinds of memory, two directions; three sizes.
-    assert_eq!(counts, [12, 40, 3]);
+    // Eight sizes by cudaHostAlloc, three sizes by three numbers of threads; five sizes, four kinds of memory, two directions; three sizes.
+    assert_eq!(counts, [17, 40, 3]);
     for option in [&["--only-links"][..], &["--gpus", "2"], &["--profile", "p.json"]] {
         assert_eq!(test_dir.run(&[&calibrate[..], option].concat()).code, Some(2), "{option:?}");
     }

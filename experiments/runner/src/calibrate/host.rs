@@ -22,8 +22,10 @@ use vramlab::{
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
-/// Sizes that are pinned. The last one gives the costs of a GiB.
-const PIN_SIZES: [u64; 3] = [2 * MIB, 64 * MIB, GIB];
+/// Sizes that are pinned by `cudaHostAlloc`: those of copies too. The last one gives the costs of a GiB.
+const ALLOC_SIZES: [u64; 8] = [4 * KIB, 64 * KIB, MIB, 2 * MIB, 16 * MIB, 64 * MIB, 256 * MIB, GIB];
+/// Sizes that are registered.
+const REGISTER_SIZES: [u64; 3] = [2 * MIB, 64 * MIB, GIB];
 /// Threads that touch memory before it is registered.
 const THREADS: [u32; 6] = [1, 2, 4, 8, 16, 32];
 const COPY_SIZES: [u64; 5] = [4 * KIB, 64 * KIB, MIB, 16 * MIB, 256 * MIB];
@@ -265,15 +267,17 @@ impl Host {
     }
 
     /// Sizes that leave most of the machine's memory to others, which a simulated host does not take.
-    fn pin_sizes(&self) -> impl Iterator<Item = u64> {
+    fn fitting(&self, sizes: &[u64]) -> Vec<u64> {
         let room = HostRoom::now().filter(|_| self.simulated.is_none());
-        PIN_SIZES.into_iter().filter(move |bytes| room.is_none_or(|room| *bytes <= room.bytes / 4))
+        sizes.iter().copied().filter(|bytes| room.is_none_or(|room| *bytes <= room.bytes / 4)).collect()
     }
 
     fn pins(&self) -> Result<Vec<PinTime>> {
         let mut out = Vec::new();
-        for bytes in self.pin_sizes() {
+        for bytes in self.fitting(&ALLOC_SIZES) {
             out.extend(self.alloc(bytes)?);
+        }
+        for bytes in self.fitting(&REGISTER_SIZES) {
             for way in [Way::Register, Way::RegisterHuge] {
                 for threads in THREADS {
                     out.extend(self.register(bytes, way, threads)?);
