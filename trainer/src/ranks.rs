@@ -32,7 +32,7 @@ pub use group::Group;
 pub(crate) use launch::launch;
 pub use links::{SumTime, measure_sums};
 pub use registration::{
-    CollectiveTime, CommunicatorMemory, KindMeasurement, MeasuringRank, MemoryKind, Mode, Operation,
+    BufferMemory, CollectiveTime, CommunicatorMemory, KindMeasurement, MeasuringRank, Mode, Operation,
     RegistrationResult, measure_communicators, measure_registration,
 };
 pub(crate) use sums::Clocks;

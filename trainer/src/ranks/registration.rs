@@ -3,7 +3,7 @@
 
 mod memory;
 
-pub use memory::MemoryKind;
+pub use memory::BufferMemory;
 
 use super::links::SumTime;
 use super::nccl::{Collective, Communicator, Id, Nccl, Registering, Registration};
@@ -298,7 +298,7 @@ impl Rank {
 /// cannot be allocated.
 pub fn measure_registration(
     of: &MeasuringRank,
-    kind: MemoryKind,
+    kind: BufferMemory,
     sizes: &[u64],
     mut report: impl FnMut(&KindMeasurement),
 ) -> Result<()> {
@@ -338,7 +338,7 @@ pub fn measure_registration(
 pub fn measure_communicators(of: &MeasuringRank, counts: &[u64]) -> Result<Vec<CommunicatorMemory>> {
     const BYTES: u64 = 32 << 20;
     let rank = Rank::new(of)?;
-    let memory = Memory::new(MemoryKind::Device, 2 * BYTES, &rank.driver, (&rank.nccl, rank.stream))?;
+    let memory = Memory::new(BufferMemory::Device, 2 * BYTES, &rank.driver, (&rank.nccl, rank.stream))?;
     let before = rank.driver.mem_info()?.free;
     let (mut communicators, mut out) = (Vec::new(), Vec::new());
     for count in counts {

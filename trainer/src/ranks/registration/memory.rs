@@ -12,7 +12,7 @@ vramlab::device::named! {
     /// A kind of memory.
     #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
     #[serde(rename_all = "kebab-case")]
-    pub enum MemoryKind {
+    pub enum BufferMemory {
         /// `cuMemAlloc`, as under `caching`.
         Device "device",
         /// A pool of this process and GPU, as under `stream-ordered`.
@@ -32,7 +32,7 @@ vramlab::device::named! {
     }
 }
 
-impl MemoryKind {
+impl BufferMemory {
     /// The largest collective to measure: sums over the host's memory take long.
     pub(super) fn largest(self) -> u64 {
         if self == Self::Pinned { 32 << 20 } else { u64::MAX }
@@ -62,33 +62,33 @@ impl Memory {
     /// # Errors
     /// Errors of the driver and of NCCL.
     pub(super) fn new(
-        kind: MemoryKind,
+        kind: BufferMemory,
         bytes: u64,
         driver: &Arc<CudaDriver>,
         (nccl, stream): (&Nccl, StreamId),
     ) -> Result<Self> {
-        if matches!(kind, MemoryKind::PoolShared | MemoryKind::MappedShared | MemoryKind::PagesShared) {
+        if matches!(kind, BufferMemory::PoolShared | BufferMemory::MappedShared | BufferMemory::PagesShared) {
             driver.open_to_peers()?;
         }
         let missing = |what: &str| TrainError::Input(format!("this GPU has no {what}"));
         let mut bytes = bytes;
         let held = match kind {
-            MemoryKind::Device => Held::Device(driver.mem_alloc(bytes)?),
-            MemoryKind::Pool | MemoryKind::PoolShared => {
+            BufferMemory::Device => Held::Device(driver.mem_alloc(bytes)?),
+            BufferMemory::Pool | BufferMemory::PoolShared => {
                 let pools = driver.pools().ok_or_else(|| missing("stream-ordered pools"))?;
                 let pool = pools.pool_create(PoolSettings::default())?;
                 let addr = pools.mem_alloc_async(pool, bytes, stream)?;
                 driver.stream_synchronize(stream)?;
                 Held::Pool(pool, addr)
             }
-            MemoryKind::Mapped | MemoryKind::MappedShared | MemoryKind::PagesShared => {
-                if kind == MemoryKind::Mapped {
+            BufferMemory::Mapped | BufferMemory::MappedShared | BufferMemory::PagesShared => {
+                if kind == BufferMemory::Mapped {
                     driver.request_memory(MemoryProperties::NONE);
                 }
                 let vmm = driver.vmm().ok_or_else(|| missing("virtual memory management"))?;
                 let granule = vmm.granularity()?;
                 bytes = bytes.next_multiple_of(granule);
-                let piece = if kind == MemoryKind::PagesShared { granule } else { bytes };
+                let piece = if kind == BufferMemory::PagesShared { granule } else { bytes };
                 let addr = vmm.address_reserve(bytes)?;
                 let mut handles = Vec::new();
                 for offset in (0..bytes).step_by(usize::try_from(piece).unwrap_or(usize::MAX)) {
@@ -102,11 +102,11 @@ impl Memory {
                 unsafe { vmm.set_access(addr, bytes)? };
                 Held::Mapped(addr, handles, piece)
             }
-            MemoryKind::Nccl => {
+            BufferMemory::Nccl => {
                 driver.bind_to_thread()?;
                 Held::Nccl(nccl.mem_alloc(bytes)?)
             }
-            MemoryKind::Pinned => {
+            BufferMemory::Pinned => {
                 let size = usize::try_from(bytes).unwrap_or(usize::MAX);
                 Held::Pinned(driver.host_alloc(size)?, size)
             }
