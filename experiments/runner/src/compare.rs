@@ -14,6 +14,7 @@ use std::ffi::OsString;
 use std::process::{Command, Stdio};
 use terminal::arguments::{self, Selections};
 use terminal::{Bar, Cell, Comparison, Page, command, duration, quoted, seconds};
+use trainer::ranks::{RankSpread, Spread};
 use vramlab::Bytes;
 
 /// The variants compared unless `--arm` is given.
@@ -133,6 +134,12 @@ struct Row {
     peak_requested_bytes: u64,
     /// Peak of active over peak of reserved; absent where nothing was reserved.
     utilisation: Option<f64>,
+    /// Number of ranks; absent of a run without ranks.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    ranks: Option<u64>,
+    /// The least and the most of the ranks.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    rank_spread: Option<RankSpread>,
     val_accuracy: f64,
     final_train_loss: f64,
     /// Driver calls of the last epoch, validation included, divided by its batches.
@@ -282,6 +289,8 @@ fn row_of_run(arm: &str, record: &Value) -> Result<Row> {
         peak_reserved_bytes: count(record, "/allocator_stats/reserved_bytes.all.peak"),
         peak_requested_bytes: count(record, "/allocator_stats/requested_bytes.all.peak"),
         utilisation: figures.utilisation,
+        ranks: record["ranks"].as_array().map(|ranks| ranks.len() as u64).filter(|ranks| *ranks > 0),
+        rank_spread: serde_json::from_value(record["rank_spread"].clone()).ok(),
         val_accuracy: number(&last, "/val_accuracy")?,
         final_train_loss: number(&last, "/train_loss")?,
         driver_calls_per_batch: figures.driver_calls,
@@ -316,6 +325,9 @@ fn report(rows: &[Row], common: &[OsString]) -> Page {
         "peak reserved",
         rows.iter().map(|row| (Bytes(row.peak_reserved_bytes).to_string(), Some(row.peak_reserved_bytes as f64))),
     );
+    if rows.iter().any(|row| row.ranks.is_some()) {
+        of_ranks(rows, &mut table);
+    }
     let utilisation = |row: &Row| row.utilisation.map(|share| format!("{:.1} %", 100.0 * share));
     table.metric("utilisation", rows.iter().map(|row| Cell::or_dash(utilisation(row))));
     table.metric("training loss", rows.iter().map(|row| format!("{:.6}", row.final_train_loss)));
@@ -332,6 +344,25 @@ fn report(rows: &[Row], common: &[OsString]) -> Page {
     page.note("utilisation: peak active of peak reserved");
     end(rows, common, &mut page);
     page
+}
+
+/// The number of ranks of each variant, and how far they differ.
+fn of_ranks(rows: &[Row], table: &mut Comparison) {
+    /// Both ends of a spread in words, or one where they are the same.
+    fn span<T: Copy>(spread: &Spread<T>, words: impl Fn(T) -> String) -> String {
+        let (least, most) = (words(spread.least), words(spread.most));
+        if least == most { least } else { format!("{least} to {most}") }
+    }
+    let each = |of: fn(&RankSpread) -> String| {
+        rows.iter().map(move |row| Cell::or_dash(row.rank_spread.as_ref().map(of))).collect::<Vec<Cell>>()
+    };
+    table.metric("ranks", rows.iter().map(|row| Cell::or_dash(row.ranks.map(|ranks| ranks.to_string()))));
+    table.metric("mean step, ranks", each(|spread| span(&spread.step_s, seconds)));
+    table.metric("blocked, ranks", each(|spread| span(&spread.blocked_s, seconds)));
+    table.metric(
+        "peak reserved, ranks",
+        each(|spread| span(&spread.peak_reserved_bytes, |bytes| Bytes(bytes).to_string())),
+    );
 }
 
 /// The fastest variant, the slowest one's main driver cost, and the command that shows it.
@@ -389,6 +420,24 @@ mod tests {
             "device": {"name": "a GPU"}, "dataset": {"name": "digits"}, "config": {"options": {"epochs": 2}},
             "latency": [{"operation": "allocate", "path": "hit", "count": 100, "p50_ns": p99_ns / 2, "p99_ns": p99_ns}],
             "allocator_stats": {"reserved_bytes.all.peak": reserved, "requested_bytes.all.peak": 10, "active_bytes.all.peak": 20}})
+    }
+
+    #[test]
+    fn the_spread_of_ranks_is_the_median_over_the_runs() {
+        let of_ranks = |most: f64| {
+            let spread = json!({"least": 1.0, "most": most});
+            let bytes = json!({"least": 5, "most": 10});
+            let mut record = record(28, 100, 151, 1.0);
+            record["ranks"] = json!([{"rank": 0}, {"rank": 1}]);
+            record["rank_spread"] = json!({"step_s": spread, "blocked_s": spread, "peak_reserved_bytes": bytes});
+            record
+        };
+        let row = row("--gpus 2", &[of_ranks(2.0), of_ranks(4.0), of_ranks(3.0)]).unwrap();
+        let spread = row.rank_spread.unwrap();
+        assert_eq!((row.ranks, spread.step_s.least, spread.step_s.most), (Some(2), 1.0, 3.0));
+        assert_eq!(spread.peak_reserved_bytes.most, 10);
+        let alone = super::row("--alloc caching", &[record(28, 100, 151, 1.0)]).unwrap();
+        assert!(alone.ranks.is_none() && alone.rank_spread.is_none());
     }
 
     #[test]
