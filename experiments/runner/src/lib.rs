@@ -11,6 +11,7 @@ mod fidelity;
 mod fit;
 mod profile;
 mod program;
+mod register;
 mod repository;
 mod results;
 mod simulate_ranks;
@@ -50,6 +51,8 @@ enum Command {
     Bench(bench::BenchArgs),
     /// Measures the cost of driver calls on a device and writes a profile for the simulated one
     Calibrate(calibrate::CalibrateArgs),
+    /// Measures which kinds of memory NCCL can register, on several GPUs
+    Register(register::RegisterArgs),
     /// Predicts the step of more ranks than were measured, by a model
     SimulateRanks(simulate_ranks::SimulateRanksArgs),
     /// Fits a profile's kernel costs to timings from `time_kernels`
@@ -107,6 +110,7 @@ pub fn main(arguments: Vec<OsString>) -> ExitCode {
         Command::Compare(args) => compare::compare(&args),
         Command::Bench(args) => bench::bench(&args),
         Command::Calibrate(args) => calibrate::calibrate(&args),
+        Command::Register(args) => register::register(&args),
         Command::SimulateRanks(args) => simulate_ranks::simulate_ranks(&args),
         Command::FitKernels(args) => fit::fit_kernels(&args),
         Command::FitProgram(args) => program::fit_program(&args),

@@ -13,6 +13,7 @@ mod cli;
 mod commands;
 mod forked_run;
 mod pack;
+mod register;
 mod rooms;
 mod run;
 mod runners;
