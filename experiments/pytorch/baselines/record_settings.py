@@ -19,9 +19,11 @@ import pickle
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from pathlib import Path
 
 from record_histories import BadInput, Failed, Parser, framework, positive, write
+from run_record import provenance
 
 PROGRAMS = ("generate", "moe", "scales", "unet", "prefetch", "adapters", "adversaries", "rollouts")
 SPLIT = "garbage_collection_threshold:0.8,max_split_size_mb:64,roundup_power2_divisions:4"
@@ -51,21 +53,33 @@ def arguments():
     return parser.parse_args()
 
 
-def record(name, setting, limit_mib, output):
-    """Runs one program in this process and writes its statistics, and its history if requested."""
-    torch = framework()
-    from settings_workloads import WORKLOADS
+def origin():
+    """Command, driver, host, commit and day of a run; unknown values are absent."""
+    machine = provenance()
+    commit = machine.get("git_commit")
+    known = {
+        "command": " ".join(["python3", *sys.argv]),
+        "driver": machine.get("driver_release"),
+        "host": machine.get("host_hash"),
+        "commit": f"{commit[:8]}{'-dirty' if machine.get('git_dirty') else ''}" if commit else None,
+        "date": datetime.now(UTC).date().isoformat(),
+    }
+    return {key: value for key, value in known.items() if value}
 
+
+def record(name, setting, conf, limit_mib, output, run):
+    """Runs one program in this process and writes its statistics, and under the defaults its history."""
+    torch = framework()
     torch.manual_seed(0)
     torch.cuda.init()
-    device = torch.device("cuda")
-    total = torch.cuda.get_device_properties(device).total_memory
+    total = torch.cuda.get_device_properties(0).total_memory
     if limit_mib:
         torch.cuda.set_per_process_memory_fraction(limit_mib * MIB / total)
-    torch.cuda.memory._record_memory_history(context=None)
+    if setting == "default":
+        torch.cuda.memory._record_memory_history(enabled="all", context=None)
     refused = None
     try:
-        kept = WORKLOADS[name](device, 1 + PROGRAMS.index(name))
+        kept = run()
         torch.cuda.synchronize()
         del kept
     except torch.OutOfMemoryError as error:
@@ -74,12 +88,13 @@ def record(name, setting, limit_mib, output):
     facts = {
         "workload": name,
         "config": setting,
-        "conf": SETTINGS[setting][0],
+        "conf": conf,
         "limit_mib": limit_mib,
         "total_memory": total,
         "oom": refused,
         "torch": torch.__version__,
-        "gpu": torch.cuda.get_device_name(device),
+        "gpu": torch.cuda.get_device_name(),
+        **origin(),
         "stats": {key: value for key, value in stats.items() if isinstance(value, int) and ("." not in key or ".all." in key)},
     }
     if setting == "default":
@@ -89,13 +104,38 @@ def record(name, setting, limit_mib, output):
     print(f"{name} {setting}: peak reserved {stats['reserved_bytes.all.peak'] / MIB:.0f} MiB{', out of memory' * bool(refused)}")
 
 
-def start(name, setting, limit_mib, output):
+def start(script, name, setting, conf, limit_mib, output):
     """The same in a separate process, since PyTorch reads its settings at start."""
-    conf = SETTINGS[setting][0]
     environment = {**os.environ, **({"PYTORCH_ALLOC_CONF": conf} if conf else {})}
-    command = [sys.executable, __file__, "-o", str(output), "--only", name, "--setting", setting, "--limit-mib", str(limit_mib)]
+    command = [sys.executable, script, "-o", str(output), "--only", name, "--setting", setting]
+    command += ["--limit-mib", str(limit_mib)] if limit_mib else []
     if subprocess.run(command, env=environment).returncode:
         raise Failed(f"{name} under {setting} was not recorded")
+
+
+def exit_code(arguments, record_one, record_all):
+    """Records one program or all; returns the exit code, and prints the reason for a bad one in one line."""
+    try:
+        options = arguments()
+        options.output.mkdir(parents=True, exist_ok=True)
+        if options.setting:
+            record_one(options.only[0], options)
+            return 0
+        framework()
+        record_all(options)
+    except BadInput as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: cannot write to {options.output}: {error.strerror}; choose another folder with -o", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        return 130
+    except (Failed, ImportError, RuntimeError) as error:
+        print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def limit(name, output):
@@ -105,36 +145,32 @@ def limit(name, output):
     return int(active + 0.35 * (reserved - active)) + 1
 
 
-def main():
-    try:
-        options = arguments()
-        options.output.mkdir(parents=True, exist_ok=True)
-        if options.setting:
-            record(options.only[0], options.setting, options.limit_mib, options.output)
-            return 0
-        framework()
-        programs = options.only or PROGRAMS
-        with ThreadPoolExecutor(options.jobs) as pool:
-            list(pool.map(lambda name: start(name, "default", 0, options.output), programs))
-            limits = {name: limit(name, options.output) for name in programs}
-            pairs = [(name, setting) for name in programs for setting in SETTINGS if setting != "default"]
-            for done in [pool.submit(start, n, s, limits[n] if SETTINGS[s][1] else 0, options.output) for n, s in pairs]:
-                done.result()
-    except BadInput as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: cannot write to {options.output}: {error.strerror}; choose another folder with -o", file=sys.stderr)
-        return 2
-    except (Failed, RuntimeError) as error:
-        print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
-        return 1
-    return 0
+def record_one(name, options):
+    """Runs one program under one setting in this process."""
+
+    def run():
+        import torch
+        from settings_workloads import WORKLOADS
+
+        return WORKLOADS[name](torch.device("cuda"), 1 + PROGRAMS.index(name))
+
+    record(name, options.setting, SETTINGS[options.setting][0], options.limit_mib, options.output, run)
+
+
+def record_all(options):
+    """Runs each program under each setting, first under the defaults, from which the limits follow."""
+    programs, output = options.only or PROGRAMS, options.output
+    with ThreadPoolExecutor(options.jobs) as pool:
+        list(pool.map(lambda name: start(__file__, name, "default", "", 0, output), programs))
+        limits = {name: limit(name, output) for name in programs}
+        others = [(name, setting) for name in programs for setting in SETTINGS if setting != "default"]
+        begun = []
+        for name, setting in others:
+            conf, limited = SETTINGS[setting]
+            begun.append(pool.submit(start, __file__, name, setting, conf, limits[name] if limited else 0, output))
+        for done in begun:
+            done.result()
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        print("error: interrupted", file=sys.stderr)
-        sys.exit(130)
+    sys.exit(exit_code(arguments, record_one, record_all))
