@@ -318,7 +318,8 @@ impl Experiment<'_> {
         let wall = began.elapsed();
         let reason =
             limit_s.filter(|_| late.is_some()).map(|limit| format!("it was ended after {limit} s, its timeout_s"));
-        let message = reason.or_else(|| process.failure()).or_else(|| last_message(&err));
+        let printed = || is_text.then(|| last_message(&part.join(STDOUT))).flatten();
+        let message = reason.or_else(|| process.failure()).or_else(|| last_message(&err)).or_else(printed);
         if !is_text {
             // If removing fails, the only effect is a leftover file.
             let _ = std::fs::remove_file(&err);

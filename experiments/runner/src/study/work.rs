@@ -288,7 +288,8 @@ fn skip_impossible<'a>(experiment: &Experiment<'_>, left: Vec<&'a Run>) -> Resul
         let key = format!("{} {:?}", commands::name(run), run.option("own-pool"));
         if !reasons.contains_key(&key) {
             let reason = commands::missing(run, experiment.inputs)?;
-            if let Some(reason) = &reason {
+            let is_new = !reasons.values().any(|known| *known == reason);
+            if let Some(reason) = reason.as_ref().filter(|_| is_new) {
                 say(&format!("note: {}: skipped: {reason}", experiment.planned.source.spec.name));
             }
             reasons.insert(key.clone(), reason);
