@@ -69,6 +69,27 @@ fn a_part_without_its_spec_is_skipped() {
     assert!(plan.contains("no spec no-such-spec-here") && plan.contains("done"), "{plan}");
 }
 
+/// The outcomes of the tests that need a GPU carry the commit of their sources.
+#[cfg(unix)]
+#[test]
+fn tests_that_need_a_gpu_are_listed_with_their_commit() {
+    let test_dir = TestDir::new();
+    std::fs::create_dir(test_dir.at("built")).unwrap();
+    for (name, outcome, code) in [("conformance", "ok", 0), ("soundness", "ok", 0), ("against_cpu", "FAILED", 101)] {
+        let text = format!("#!/bin/sh\necho \"test {name}_$1 ... {outcome}\"\necho noise\nexit {code}\n");
+        test_dir.program(&format!("built/{name}"), &text);
+    }
+    let script = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../gpu-tests.sh");
+    let mut command = Command::new("bash");
+    command.arg(script).arg(test_dir.at("out.txt")).env("TESTS", test_dir.at("built"));
+    command.env_remove("BUILD").assert().code(2);
+    command.env("BUILD", "abc123").assert().code(1);
+    let text = std::fs::read_to_string(test_dir.at("out.txt")).unwrap();
+    assert!(text.contains("\ncommit   abc123\n"), "{text}");
+    assert!(text.contains("\n== conformance\ntest conformance_cuda ... ok\n"), "{text}");
+    assert!(text.ends_with("\n== against_cpu\ntest against_cpu_--format ... FAILED\n"), "{text}");
+}
+
 /// A failed command leaves no file that looks complete, and one whose budget ended is not complete.
 #[cfg(unix)]
 #[test]
