@@ -276,6 +276,11 @@ def devices() -> list[str]:
     return [f"cuda:{number}" for number in range(min(2, torch.cuda.device_count()))]
 
 
+def synchronize() -> None:
+    for device in devices():
+        torch.cuda.synchronize(device)
+
+
 @needs_gpu
 def pinned_memory_is_pinned() -> None:
     assert pinned(1000).is_pinned()
@@ -297,7 +302,7 @@ def slow_uploads_read_what_was_there() -> None:
         # The block is free for the host's next request, and its copy waits.
         del block, part
         if len(waiting) == 16:
-            torch.cuda.synchronize("cuda:0")
+            synchronize()
             wrong += sum(not bool((copied == value).all()) for value, copied in waiting)
             waiting = []
     assert wrong == 0, wrong
