@@ -29,9 +29,10 @@ void* pointer(uint64_t address) { return reinterpret_cast<void*>(static_cast<uin
 
 bool is_capturing(cudaStream_t stream) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    // An error here is one of earlier work, which the program's next call reports.
-    if (cudaStreamIsCapturing(stream, &status) != cudaSuccess) return false;
-    return status != cudaStreamCaptureStatusNone;
+    if (cudaStreamIsCapturing(stream, &status) == cudaSuccess) return status != cudaStreamCaptureStatusNone;
+    // The legacy stream cannot be asked during a capture of another one. PyTorch takes the last error for one of its own.
+    (void)cudaGetLastError();
+    return false;
 }
 
 // The library's statistics as PyTorch's.
