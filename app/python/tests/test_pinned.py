@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import vramlab
-from with_torch import HERE, SOURCE, python, skip_without_torch
+from with_torch import HERE, SOURCE, compile_beside_torch, python, skip_without_torch
 
 skip_without_torch()
 try:
@@ -100,6 +101,22 @@ with torch.cuda.graph(graph):
 def test_it_serves_beside_an_allocator_of_the_gpu(variables: dict[str, str]) -> None:
     done = python(variables, "-c", BOTH)
     assert (done.returncode, done.stdout) == (0, "caching:memory_limit=1G host-exact\n"), done.stderr
+
+
+TWICE = """
+import ctypes, sys, torch, vramlab.torch
+vramlab.torch.use(host="host-exact")
+ctypes.CDLL(sys.argv[1]).free_twice(ctypes.c_size_t(3 << 20))
+blocks = [torch.empty(3 << 20, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+print(len({block.data_ptr() for block in blocks}))
+"""
+
+
+def test_a_second_free_is_reported_and_changes_nothing(variables: dict[str, str], tmp_path: Path) -> None:
+    compile_beside_torch(HERE / "twice.cpp", tmp_path / "twice.so", "-ltorch_cpu")
+    done = python(variables, "-c", TWICE, str(tmp_path / "twice.so"))
+    assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
+    assert re.fullmatch(r"vramlab: no pinned block begins at 0x[0-9a-f]+; it was freed before\n", done.stderr)
 
 
 WATCHED = """

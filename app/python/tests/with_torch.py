@@ -65,10 +65,10 @@ def python(
     )
 
 
-def compile_beside_torch(source: Path, to: Path) -> None:
-    """Compiles a library that calls PyTorch's allocator."""
+def compile_beside_torch(source: Path, to: Path, *libraries: str) -> None:
+    """Compiles a library that calls PyTorch's allocators."""
     root = installed().root
     command = [_build.find_compiler() or "", "-std=c++17", "-O1", "-fPIC", "-shared", str(source), "-o", str(to)]
     includes = [root / "include", *_build.cuda_includes(installed(), [])]
     command += [part for include in includes for part in ("-isystem", str(include))]
-    subprocess.run([*command, f"-L{root / 'lib'}", "-lc10", "-lc10_cuda"], check=True)
+    subprocess.run([*command, f"-L{root / 'lib'}", "-lc10", "-lc10_cuda", *libraries], check=True)
