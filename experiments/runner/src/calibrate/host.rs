@@ -22,6 +22,8 @@ use vramlab::{
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
+/// Work on more bytes takes long and is repeated less.
+const LONG: u64 = 100 * MIB;
 /// Sizes that are pinned by `cudaHostAlloc`: those of copies too. The last one gives the costs of a GiB.
 const ALLOC_SIZES: [u64; 8] = [4 * KIB, 64 * KIB, MIB, 2 * MIB, 16 * MIB, 64 * MIB, 256 * MIB, GIB];
 /// Sizes that are registered.
@@ -254,8 +256,8 @@ impl Host {
     fn samples(&self, bytes: u64) -> usize {
         match bytes {
             _ if self.simulated.is_some() => 1,
-            0..=MIB => 51,
-            ..=100_000_000 => 11,
+            _ if bytes <= MIB => 51,
+            _ if bytes <= LONG => 11,
             _ => 3,
         }
     }
@@ -341,7 +343,11 @@ impl Host {
         for sample in 0..samples {
             let before = huge_bytes().filter(|_| sample == 0 && way == Way::RegisterHuge);
             let mut pages = pages(bytes, way == Way::RegisterHuge)?;
-            touches.push(self.time(|| Ok(pages.touch(count)))?.0);
+            let touch = || -> Result<()> {
+                pages.touch(count);
+                Ok(())
+            };
+            touches.push(self.time(touch)?.0);
             huge = huge.or(before.and_then(|before| Some(huge_bytes()?.saturating_sub(before))));
             // SAFETY: the pages are this function's and live until they are unregistered below.
             pins.push(self.time(|| Ok(unsafe { self.driver.host_register(pages.addr(), length(bytes)) }?))?.0);
