@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Explains why two runs from the same start diverge, using numpy in float64 as the reference.
 
-    python3 experiments/pytorch/baselines/check_losses.py --dataset mnist --lr 0.1 --out parted
+    trainer --dataset mnist --hidden 128 --lr 0.1 --steps 120 --save-start parted/start.safetensors --out parted/trainer
+    python3 experiments/pytorch/baselines/mlp.py --lr 0.1 --start parted/start.safetensors --out parted/pytorch
     python3 experiments/pytorch/baselines/explain_losses.py parted
 
 Two programs in float32 differ by rounding, about 1e-7 of the loss per step, and stay that close until the input of a ReLU
@@ -26,7 +27,7 @@ FAR = 1e-5
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="what check_losses.py --out left")
+    parser.add_argument("folder", type=Path, help="start.safetensors, and the records trainer and pytorch")
     parser.add_argument("--data-dir", metavar="DIR", help="folder with MNIST's four files")
     return parser.parse_args()
 
@@ -53,7 +54,7 @@ def recorded(folder, name):
             losses = [float(row["loss"]) for row in csv.DictReader(file)]
         return losses, json.loads((folder / name / "summary.json").read_text())["settings"]["lr"]
     except (OSError, ValueError, KeyError) as error:
-        raise BadInput(f"{folder / name} is no run record ({error}); make one with check_losses.py --out") from None
+        raise BadInput(f"{folder / name} is not a run record ({error}); --help has the commands") from None
 
 
 def nearest(start, data, lr, step, count=3):

@@ -72,7 +72,7 @@ def test_runs_that_part_are_explained(iris, tmp_path):
     assert "1.0e-03 off in step 7" in done[1] and done[2].startswith("  step 6, layer ") and len(done) == 5
     (tmp_path / "pytorch/summary.json").unlink()
     done = subprocess.run(explain, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "pytorch is no run record" in done.stderr
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "pytorch is not a run record" in done.stderr
 
 
 def test_the_other_side_of_a_relu_changes_its_layer_and_those_below(iris):

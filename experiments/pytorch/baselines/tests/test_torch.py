@@ -20,7 +20,8 @@ torch = pytest.importorskip("torch")
 BASELINES = Path(__file__).resolve().parents[1]
 # One thread, so that results do not depend on the machine's cores.
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
-WORK = ["--hidden=64", "--lr=0.03", "--steps=60", "--tolerance=1"]
+RATE = "--lr=0.03"
+WORK = ["--device=sim", "--dataset=digits", "--hidden=64", "--layers=4", "--batch=64", "--steps=60", "--seed=42", RATE]
 
 import mlp_torch  # noqa: E402
 import mnist_files  # noqa: E402
@@ -43,8 +44,13 @@ def pair(trainer, tmp_path_factory):
 
     def pair(*options):
         place = tmp_path_factory.mktemp("pair") / "out"
-        command = [sys.executable, BASELINES / "check_losses.py", "--trainer", trainer, *WORK, *options, "--out", place]
-        subprocess.run([str(part) for part in command], check=True, capture_output=True, env=ENVIRONMENT)
+        place.mkdir()
+        start = place / "start.safetensors"
+        gemm = f"--gemm={'tensor' if options else 'tiled'}"
+        ours = [trainer, *WORK, gemm, *options, "--save-start", start, "--out", place / "trainer"]
+        theirs = [sys.executable, BASELINES / "mlp.py", "--device=cpu", RATE, *options]
+        for command in (ours, [*theirs, "--mode=eager", "--start", start, "--out", place / "pytorch"]):
+            subprocess.run([str(part) for part in command], check=True, capture_output=True, env=ENVIRONMENT)
         return place
 
     return pair
