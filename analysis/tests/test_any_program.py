@@ -127,9 +127,7 @@ def test_runs_of_the_acceptance_spec_are_judged_as_those_of_files(tmp_path: Path
     assert runs.machines[0]["torch"] == "2.11"
 
 
-def test_tests_of_pytorch_and_the_sanitizer_are_read_from_their_specs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checks_and_costs_are_read_from_their_specs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def outcomes(alloc: str, *lines: tuple[str, str]) -> dict[str, Any]:
         found = [{"torch_test": f"test_cuda.TestCuda.{name}", "outcome": outcome} for name, outcome in lines]
         return {"program": "torch-tests", "of": "a", "alloc": alloc, "result": {"lines": found}}
@@ -152,6 +150,9 @@ def test_tests_of_pytorch_and_the_sanitizer_are_read_from_their_specs(
         sanitized("overrun-off", "caching", 0, errors=0.0),
         sanitized("training", "bfc", 0, errors=0.0),
     )
+    costs = {"ns": [3000.0, 5000.0, 4000.0], "ns_large": [4500.0], "buffers": True, "all_freed": False}
+    lines = [{"program": "rmm", "rmm": "26.08", "cupy": "14", "callback": costs, "caching": costs}]
+    experiment(label / "rmm-costs", {"program": "rmm-costs", "of": "caching", "result": {"lines": lines}})
     monkeypatch.setenv("RESULTS", str(tmp_path / "results"))
     rows = [line.split(" | ") for line in inside_pytorch.torch_tests().splitlines()[2:]]
     assert [[cell.strip("|` ") for cell in row[1:]] for row in rows] == [
@@ -166,6 +167,11 @@ def test_tests_of_pytorch_and_the_sanitizer_are_read_from_their_specs(
         ["example `overrun`", "`caching`", "no", "yes", "no error"],
         ["a short training", "`bfc`", "yes", "no", "no error"],
     ]
+    rows = [line.strip("| ").split(" | ") for line in inside_pytorch.rmm().splitlines()[2:]]
+    assert rows[1] == ["`caching`", "4.0", "4.5", "yes", "not tested", "no"]
+    assert inside_pytorch.rmm_machine() | {"build": ""} == {
+        "rmm": "26.08", "cupy": "14", "gpu": "NVIDIA H200", "day": "2026-11-28", "build": "", "rounds": 3,
+    }  # fmt: skip
 
 
 def test_steps_beside_pytorch_are_compared_by_their_medians(tmp_path: Path) -> None:
