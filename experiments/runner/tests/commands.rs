@@ -191,6 +191,26 @@ fn options_that_make_no_sense_are_refused_with_their_line() {
     }
 }
 
+/// Under PyTorch an allocator is a variable, or `vramlab run`'s; elsewhere `vramlab run` serves it at the driver.
+#[test]
+fn an_allocator_is_put_under_pytorch_or_serves_at_the_driver() {
+    let torch = arm("torch", "program = \"torch\"", "alloc = [\"native\", \"caching\"], way = [\"plain\", \"record\"]");
+    let raw = arm("raw", "program = \"raw\", poison = true", "way = [\"waits\"], alloc = [\"bfc\"]");
+    let test_dir = test_dir(&[torch, raw].concat());
+    let catalogue = "[torch]\npytorch = true\ncommand = [\"true\"]\n[raw]\ncommand = [\"{python}\", \"a.py\"]\n";
+    test_dir.write("experiments/commands.toml", catalogue);
+    let plan = run(&test_dir, &["--dry-run"]).ok().stdout;
+    let command =
+        |id: &str| plan.lines().find(|line| line.contains(id)).unwrap().rsplit("to do").next().unwrap().trim();
+    assert_eq!(command("torch-native-plain-r0"), "true --device=cpu");
+    assert_eq!(command("torch-caching-plain-r0"), "VRAMLAB_ALLOC=caching true --device=cpu");
+    let recorded = "vramlab run --quiet --no-advise --stacks=off";
+    assert_eq!(command("torch-native-record-r0"), format!("{recorded} -- true --device=cpu"));
+    assert_eq!(command("torch-caching-record-r0"), format!("{recorded} --alloc=caching -- true --device=cpu"));
+    let served = format!("{recorded} --at-driver --alloc=bfc --free=waits --poison -- python3 a.py");
+    assert_eq!(command("raw-waits-bfc-r0"), served);
+}
+
 /// Plain, recorded and served: a program in C over a stand-in for CUDA's driver.
 #[cfg(target_os = "linux")]
 #[test]

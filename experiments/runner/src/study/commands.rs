@@ -14,6 +14,7 @@ use std::ffi::OsString;
 use std::net::{Ipv4Addr, TcpListener};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU16, Ordering::Relaxed};
 use vramlab::input::{WRITTEN, read_text};
 use vramlab::settings::Meant;
@@ -110,13 +111,18 @@ fn zero() -> Vec<i32> {
     vec![0]
 }
 
-/// The entry of a name.
-pub(super) fn find(name: &str) -> Result<Listed> {
+fn read() -> Result<BTreeMap<String, Listed>> {
     let path = repository::find(CATALOGUE).with_context(|| format!("experiments/{CATALOGUE} is not here"))?;
     let text = read_text(&path, WRITTEN).with_context(|| format!("cannot read {}", path.display()))?;
-    let mut all: BTreeMap<String, Listed> =
-        toml::from_str(&text).map_err(|error| anyhow!("{}: {}", path.display(), error.message()))?;
-    all.remove(name).ok_or_else(|| {
+    toml::from_str(&text).map_err(|error| anyhow!("{}: {}", path.display(), error.message()))
+}
+
+/// The entry of a name. The catalogue is read once a process.
+pub(super) fn find(name: &str) -> Result<&'static Listed> {
+    static CATALOGUED: OnceLock<Result<BTreeMap<String, Listed>, String>> = OnceLock::new();
+    let all = CATALOGUED.get_or_init(|| read().map_err(|error| format!("{error:#}")));
+    let all = all.as_ref().map_err(|error| anyhow!("{error}"))?;
+    all.get(name).ok_or_else(|| {
         let among: Vec<&str> = all.keys().map(String::as_str).collect();
         anyhow!("no program is called '{name}' in {CATALOGUE}{}", Meant { name, among: &among })
     })
@@ -219,7 +225,7 @@ pub(super) fn missing(run: &Run, inputs: &Inputs) -> Result<Option<String>> {
     if listed.source.is_some() && quiet(Command::new(nvcc()).arg("--version")).is_none() {
         return Ok(Some(format!("{name} needs nvcc, which is not here; install CUDA's toolkit, or name it with NVCC")));
     }
-    let words = words_of(&listed, run);
+    let words = words_of(listed, run);
     if let Some(variable) = variables_of(words).find(|variable| std::env::var_os(variable).is_none()) {
         return Ok(Some(format!("{name} needs the variable {variable}; {CATALOGUE} says what it names")));
     }
@@ -255,7 +261,7 @@ pub(super) fn words(run: &Run, inputs: &Inputs, kind: DeviceKind) -> Result<Vec<
     let python = inputs.python.to_string_lossy().into_owned();
     let program = this_program()?.to_string_lossy().into_owned();
     let of = text(run, "of").unwrap_or_default();
-    let words = words_of(&listed, run);
+    let words = words_of(listed, run);
     let fill = |word: &String| -> Result<(String, String)> {
         let port = if word.contains("{port}") { free_port()?.to_string() } else { String::new() };
         let common = |word: &str| word.replace("{of}", &of).replace("{port}", &port);
@@ -361,7 +367,7 @@ pub(super) fn build(name: &str, folder: &Path) -> Result<()> {
     if !output.status.success() {
         let said = String::from_utf8_lossy(&output.stderr).into_owned() + &String::from_utf8_lossy(&output.stdout);
         let line = said.lines().find(|line| line.contains("error")).or(said.lines().next_back()).unwrap_or_default();
-        bail!("{} cannot be compiled: {}", listed.source.unwrap_or_default(), line.trim());
+        bail!("{} cannot be compiled: {}", listed.source.as_deref().unwrap_or_default(), line.trim());
     }
     std::fs::rename(&partial, &target).with_context(|| format!("cannot make {}", target.display()))
 }

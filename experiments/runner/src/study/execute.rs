@@ -364,7 +364,7 @@ impl Experiment<'_> {
         let path = part.join(STDOUT);
         let text = std::fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?;
         let listed = commands::find(&commands::name(run))?;
-        let mut result = match printed::read(&listed, &String::from_utf8_lossy(&text)) {
+        let mut result = match printed::read(listed, &String::from_utf8_lossy(&text)) {
             Ok(result) => result,
             Err(error) => return Ok(Some(error)),
         };
