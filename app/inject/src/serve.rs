@@ -182,7 +182,11 @@ fn open(context: u64) -> Result<Option<&'static Served>, String> {
         return Ok(None);
     }
     let ordinal = usize::try_from(device).map_err(|_| format!("device {device}"))?;
-    let opened = CudaDriver::as_guest_since(ordinal, CudaVersion::NEEDED_FOR_MEMORY).map_err(|error| error.to_string());
+    let opened = CudaDriver::as_guest_since(ordinal, CudaVersion::NEEDED_FOR_MEMORY).map_err(|error| {
+        let text = error.to_string();
+        // The program has no such argument.
+        text.strip_suffix(", or use --device sim").map_or(text.clone(), str::to_owned)
+    });
     // The allocator's hold on the context ends, so that the program's last one ends the context, as without this library. The driver
     // object is never dropped.
     release();
