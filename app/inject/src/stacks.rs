@@ -17,8 +17,10 @@ use vramlab_histories::calls::{NO_STACK, frame_line, stack_line};
 const DEPTH: usize = 32;
 /// Frames that are kept.
 const KEPT: usize = 24;
-/// Stacks that a thread remembers without a lock.
-const REMEMBERED: usize = 16;
+/// Stacks that a thread remembers without a lock: for each of so many classes of stack depths this many. A program such as PyTorch calls
+/// from hundreds of places, and one that is forgotten costs microseconds.
+const CLASSES: usize = 64;
+const REMEMBERED: usize = 8;
 /// Most distinct stacks of a process.
 const MOST: usize = 1 << 16;
 
@@ -46,22 +48,43 @@ impl Last {
     }
 }
 
-/// The stacks that a thread had last.
+/// The stacks of one class that a thread had last.
 struct Remembered {
     stacks: [Last; REMEMBERED],
     /// The next to be replaced.
     next: usize,
 }
 
-impl Remembered {
+/// The class of a stack with this innermost variable. Stacks of one place in the program have one depth.
+fn class(here: usize) -> usize {
+    // 2^64 divided by the golden ratio; frames are multiples of 16 bytes. CAST: below `CLASSES`.
+    (((here as u64) >> 4).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32) as usize % CLASSES
+}
+
+/// The stacks that a thread had last, by class. A class takes memory once it has one.
+struct ByClass([Option<Box<Remembered>>; CLASSES]);
+
+impl ByClass {
+    fn find(&self, here: usize) -> Option<u32> {
+        // Two calls of one function differ in the return address only, so that all are looked at.
+        let of_class = self.0[class(here)].as_ref()?;
+        of_class.stacks.iter().find(|one| one.is_same(here)).map(|one| one.number)
+    }
+
     fn remember(&mut self, last: Last) {
-        self.stacks[self.next % REMEMBERED] = last;
-        self.next = self.next.wrapping_add(1);
+        let new = || Box::new(Remembered { stacks: [Last::NONE; REMEMBERED], next: 0 });
+        let of_class = self.0[class(last.here)].get_or_insert_with(new);
+        of_class.stacks[of_class.next % REMEMBERED] = last;
+        of_class.next = of_class.next.wrapping_add(1);
+    }
+
+    fn forget(&mut self) {
+        self.0.iter_mut().flatten().for_each(|of_class| of_class.stacks.fill(Last::NONE));
     }
 }
 
 thread_local! {
-    static LAST: RefCell<Remembered> = const { RefCell::new(Remembered { stacks: [Last::NONE; REMEMBERED], next: 0 }) };
+    static LAST: RefCell<ByClass> = const { RefCell::new(ByClass([const { None }; CLASSES])) };
 }
 
 /// A walk along the stack.
@@ -109,11 +132,7 @@ pub(crate) fn current() -> u32 {
     let here = 0_usize;
     // CAST: an address.
     let here = std::hint::black_box(&raw const here) as usize;
-    // Two calls of one function differ in the return address only, so that all are looked at.
-    let known = |last: &RefCell<Remembered>| {
-        let last = last.try_borrow().ok()?;
-        last.stacks.iter().find(|one| one.is_same(here)).map(|one| one.number)
-    };
+    let known = |last: &RefCell<ByClass>| last.try_borrow().ok()?.find(here);
     if let Ok(Some(number)) = LAST.try_with(known) {
         return number;
     }
@@ -148,7 +167,7 @@ pub(crate) fn forget() {
     if let Ok(mut known) = KNOWN.try_lock() {
         *known = None;
     }
-    let _ = LAST.try_with(|last| last.try_borrow_mut().map(|mut last| last.stacks.fill(Last::NONE)));
+    let _ = LAST.try_with(|last| last.try_borrow_mut().map(|mut last| last.forget()));
 }
 
 /// The number of a stack, which is written if it is new.

@@ -64,7 +64,7 @@ impl Built {
                 let flags: Vec<&str> = std::iter::once(version_flag.as_str()).chain(shared).collect();
                 built.compile("driver.c", &format!("{version}/libcuda.so.1"), &flags);
             }
-            built.compile("program.c", "program", &["-ldl", "-lpthread"]);
+            built.compile("program.c", "program", &["-rdynamic", "-ldl", "-lpthread"]);
             let driver = built.path("libcuda.so.1");
             built.compile("program.c", "linked", &["-Wl,--no-as-needed", &driver, "-ldl", "-lpthread"]);
             // As `libcuda.so` of an installation.
@@ -123,7 +123,7 @@ pub(crate) fn equal(command: &mut Command) -> String {
 }
 
 /// How often the driver was called, by the word that the program prints.
-fn driver_calls(printed: &str, word: &str) -> u64 {
+pub(crate) fn driver_calls(printed: &str, word: &str) -> u64 {
     let line = printed.lines().find(|line| line.starts_with("driver:")).expect("the program should count driver calls");
     let after = line.split(&format!(" {word} ")).nth(1).and_then(|rest| rest.split([' ', '\n']).next());
     after.and_then(|number| number.parse().ok()).expect("a count should be a number")

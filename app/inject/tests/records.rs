@@ -1,6 +1,6 @@
 //! The records.
 
-use crate::programs::{Built, equal};
+use crate::programs::{Built, driver_calls, equal};
 use std::fs::File;
 use std::io::BufReader;
 use std::os::unix::process::ExitStatusExt;
@@ -130,6 +130,22 @@ fn stacks_name_the_addresses_of_calls_in_the_program() {
             assert!(!modules.iter().any(|module| module.contains("vramlab_inject")), "{modules:?}");
         }
     }
+}
+
+#[test]
+#[ignore = "needs a C compiler"]
+#[cfg_attr(not(target_arch = "x86_64"), ignore = "stacks are remembered on x86-64")]
+fn a_stack_is_walked_once_for_each_place() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut command = Built::get().with("dlsym", "depths", Some("caching"), folder.path());
+    let printed = equal(command.env("VRAMLAB_INJECT_STACKS", "1"));
+    // 100 depths with two calls each, 20 times.
+    let walks = driver_calls(&printed, "walks");
+    assert!((200..400).contains(&walks), "{printed}");
+    let all = records(folder.path());
+    let numbers: std::collections::BTreeSet<u32> = all[0].records.iter().map(|record| record.stack).collect();
+    // Frames further out are not kept.
+    assert!(numbers.len() > 30, "{}", numbers.len());
 }
 
 #[test]

@@ -93,6 +93,26 @@ static int failures;
 
 static R launch(S stream) { return cuLaunchKernel((void*)0xf00000, 1, 2, 3, 4, 5, 6, 7, stream, (void**)8, (void**)9); }
 
+// Walks of the stack, which the library asks libgcc for. The jump leaves no frame.
+long walks;
+#ifdef __x86_64__
+void* real_walk;
+__attribute__((constructor)) static void find_real_walk(void) { real_walk = dlsym(RTLD_NEXT, "_Unwind_Backtrace"); }
+__asm__(".text\n.globl _Unwind_Backtrace\n.type _Unwind_Backtrace, @function\n"
+        "_Unwind_Backtrace: lock incq walks(%rip)\n jmp *real_walk(%rip)\n"
+        ".size _Unwind_Backtrace, . - _Unwind_Backtrace\n");
+#endif
+
+// An allocation and its free at a depth of the stack.
+static __attribute__((noinline)) void deep(int depth) {
+    volatile char frame[64];
+    frame[0] = (char)depth;
+    if (depth > 0) return deep(depth - 1), (void)frame[0];
+    P p = 0;
+    CHECK(cuMemAlloc(&p, 4096) == 0);
+    CHECK(cuMemFree(p) == 0);
+}
+
 static void start(void) {
     uintptr_t context;
     CHECK(cuInit(0) == 0);
@@ -503,6 +523,8 @@ int main(int count, char** words) {
     if (failures) return 1;
     start();
     if (!strcmp(test, "loop") || !strcmp(test, "fork")) loop(100);
+    if (!strcmp(test, "depths"))
+        for (int i = 0; i < 2000; i++) deep(i % 100);
     if (!strcmp(test, "errors")) errors();
     if (!strcmp(test, "capture")) capture();
     if (!strcmp(test, "contexts")) contexts();
@@ -538,10 +560,10 @@ int main(int count, char** words) {
         loop(100);
     }
     if (count_of("idle") >= 0 && !getenv("QUIET"))
-        printf("driver: alloc %ld free %ld async %ld record %ld synchronize %ld managed %ld pinned %ld unpinned %ld idle %ld elsewhere %ld device %ld\n",
+        printf("driver: alloc %ld free %ld async %ld record %ld synchronize %ld managed %ld pinned %ld unpinned %ld idle %ld elsewhere %ld device %ld walks %ld\n",
                count_of("cuMemAlloc_v2"), count_of("cuMemFree_v2"), count_of("cuMemAllocAsync"), count_of("cuEventRecord"),
                count_of("cuCtxSynchronize"), count_of("cuMemAllocManaged"), count_of("cuMemHostAlloc"), count_of("cuMemFreeHost"),
-               count_of("idle"), count_of("elsewhere"), count_of("cuCtxGetDevice"));
+               count_of("idle"), count_of("elsewhere"), count_of("cuCtxGetDevice"), walks);
     printf("%s\n", failures ? "failed" : "equal");
     return failures != 0;
 }
