@@ -70,6 +70,12 @@ def test_runs_of_the_spec_become_cells_by_program_and_variant(tmp_path: Path, mo
     }  # fmt: skip
     assert [cells["launches"][f"plain[{at}]"]["median"] for at in (0, 1)] == [3.0, 2.0]
     assert cells["in-turn"] == {"gpt2": ratio}
+    rows = any_program.times().splitlines()[2:]
+    assert [row.split(" | ")[0] for row in rows] == [
+        "| raw loop, default stream",
+        "| CuPy without its pool",
+        "| GPT-2 in PyTorch without its cache",
+    ], "programs that were not measured have no row"
 
 
 def test_the_converted_record_has_the_same_cells() -> None:

@@ -121,6 +121,7 @@ def times() -> str:
             time(name, "own-cache" if name in TORCH else "own-pool"),
         ]
         for name, title in PROGRAMS.items()
+        if name in cells
     ]
     return markdown(["µs a step: median (range)", "unchanged", *VARIANTS.values(), "its own pool"], rows)
 
