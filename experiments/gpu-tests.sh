@@ -28,7 +28,7 @@ run() {
   local package=$1 test=$2; shift 2
   printf '\n== %s\n' "$test" >> "$output"
   if [ -n "${TESTS:-}" ]; then set -- "$TESTS/$test" "$@"; else
-    set -- cargo test --quiet --release --manifest-path "$here/../Cargo.toml" -p "$package" --test "$test" -- "$@"
+    set -- cargo test --release --manifest-path "$here/../Cargo.toml" -p "$package" --test "$test" -- "$@"
   fi
   "$@" --format pretty 2>&1 | grep -E '^test |panicked|^error' >> "$output"
   [ "${PIPESTATUS[0]}" = 0 ] || failed=1

@@ -34,6 +34,12 @@ def record() -> tuple[dict[str, Any], dict[tuple[int, str], dict[str, Any]]]:
     """
     if any(experiments.holds_experiment(label / SPEC) for label in experiments.labels()):
         return of_experiment(experiments.results(SPEC, "gpu"))
+    return of_file()
+
+
+@cache
+def of_file() -> tuple[dict[str, Any], dict[tuple[int, str], dict[str, Any]]]:
+    """The same of the newest file of JSON lines, which has arms of kernels that were removed since."""
     paths = repository.listing().files("training-beside.jsonl")
     if not paths:
         raise AnalysisError("experiments/results: no training-beside.jsonl.")

@@ -343,10 +343,10 @@ def removed() -> str:
     """Steps in f32 by the removed kernels and by multiply-adds."""
     full = [_step("full-batch", dtype="f32", launch="graph", how=how) for how in ("tensor", "tiled")]
     rows: list[Pair] = [("f32 as three tf32 GEMMs", "`full-batch`, graph", *full)]  # type: ignore[list-item]
-    for (hidden, _), one in pytorch_comparison.record()[1].items():
+    for (hidden, _), one in pytorch_comparison.of_file()[1].items():
         times = [one["arms"][arm]["median"] for arm in ("ours-tensor", "ours") if arm in one["arms"]]
         if len(times) == 2:
-            rows.append((rows[0][0], f"`train_beside.py`, width {hidden}, batch 32", *times))
+            rows.append((rows[0][0], f"`training-beside`, width {hidden}, batch 32", *times))
     return _pairs(["removed", "record and cell", "removed, us", "multiply-adds, us", "cost, times"], rows)
 
 
