@@ -78,7 +78,7 @@ extern "C" fn forget() {
 /// Leaves new pinned memory of this process to the driver; blocks that were served are freed as before. The package for Python calls it
 /// by its name when an allocator of this project serves PyTorch's pinned memory: two caches above each other would keep memory twice.
 #[unsafe(no_mangle)]
-pub extern "C" fn vramlab_inject_leave_host() {
+pub(crate) extern "C" fn vramlab_inject_leave_host() {
     LEFT.store(true, Release);
 }
 
