@@ -28,15 +28,25 @@ pub(super) struct Configuration {
     buffers: String,
     pub(super) overlap: bool,
     pub(super) bucket_bytes: Vec<u64>,
+    /// Other options of ranks that are not the defaults, with their values.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    options: Vec<String>,
 }
+
+/// Options of ranks with their defaults.
+const OPTIONS: [(&str, &str); 4] =
+    [("comm_streams", "1"), ("bucket_source", "allocator"), ("register", "false"), ("peer_access", "false")];
 
 impl fmt::Display for Configuration {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { hidden, rows, dtype, fuse, launch, buffers, overlap, bucket_bytes } = self;
+        let Self { hidden, rows, dtype, fuse, launch, buffers, overlap, bucket_bytes, options } = self;
         let (count, bytes) = (bucket_bytes.len(), Bytes(bucket_bytes.iter().sum()));
         write!(f, "hidden {hidden}, {rows} rows a rank, {dtype}, fuse {fuse}, {launch}, {bytes} in {count} ")?;
         write!(f, "bucket{}, buffers {buffers}", if count == 1 { "" } else { "s" })?;
-        if *overlap { Ok(()) } else { f.write_str(", no overlap") }
+        if !*overlap {
+            f.write_str(", no overlap")?;
+        }
+        options.iter().try_for_each(|option| write!(f, ", {option}"))
     }
 }
 
@@ -144,6 +154,11 @@ fn measured(run: &Value, settings: &Value, steps_s: Vec<f64>) -> Option<Runs> {
         value => value.to_string(),
     };
     let buckets = run["communication"]["bucket_bytes"].as_array();
+    let option = |(name, usual): (&str, &str)| {
+        let value = text(name);
+        // Older records have no such option.
+        (value != usual && value != "default").then(|| format!("{} {value}", name.replace('_', " ")))
+    };
     let configuration = Configuration {
         hidden: text("hidden"),
         rows: settings["batch"].as_u64()? / ranks.len() as u64,
@@ -153,7 +168,31 @@ fn measured(run: &Value, settings: &Value, steps_s: Vec<f64>) -> Option<Runs> {
         buffers: text("buffers"),
         overlap: settings["overlap"].as_bool().unwrap_or(true),
         bucket_bytes: buckets.into_iter().flatten().filter_map(Value::as_u64).collect(),
+        options: OPTIONS.into_iter().filter_map(option).collect(),
     };
     let is_usable = !steps_s.is_empty() && steps_s.iter().all(|step| *step > 0.0);
     is_usable.then_some(Runs { configuration, allocs, steps_s })
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
+
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn runs_with_other_options_of_ranks_are_another_configuration() {
+        let configuration = |options: Value| {
+            let run = json!({"ranks": [{"alloc": "caching"}, {"alloc": "caching"}]});
+            let mut settings = json!({"hidden": 64, "batch": 16, "buffers": "kept"});
+            settings.as_object_mut().unwrap().extend(options.as_object().unwrap().clone());
+            measured(&run, &settings, vec![1.0]).unwrap().configuration
+        };
+        let older = configuration(json!({}));
+        let usual = json!({"comm_streams": 1, "bucket_source": "allocator", "register": false, "peer_access": false});
+        assert_eq!(configuration(usual), older);
+        let other = configuration(json!({"comm_streams": 2, "register": true}));
+        assert!(other != older && other.to_string().ends_with(", comm streams 2, register true"), "{other}");
+    }
 }
