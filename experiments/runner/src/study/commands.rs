@@ -102,6 +102,9 @@ pub(super) struct Listed {
     pub(super) results: Vec<String>,
     /// Steps over which the printed time is divided.
     pub(super) steps: Option<f64>,
+    /// Whether it makes no memory calls, so that its record is empty.
+    #[serde(default)]
+    pub(super) no_memory_calls: bool,
     /// Exit codes of a run that is not a failure.
     #[serde(default = "zero")]
     pub(super) codes: Vec<i32>,
