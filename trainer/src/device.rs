@@ -406,15 +406,12 @@ trait Executor: fmt::Debug + Send + Sync {
     /// The memory came from [`bucket_alloc`](Self::bucket_alloc), is freed once and not used by later work.
     unsafe fn bucket_free(&self, addr: DeviceAddr);
 
-    /// Registers memory of a bucket with every communicator; whether all of them did.
-    ///
-    /// # Errors
-    /// A refusal of NCCL.
+    /// Registers memory of a bucket with every communicator; whether all of them did, and the first refusal.
     ///
     /// # Safety
     /// The memory has this size and stays until [`deregister`](Self::deregister).
-    unsafe fn register(&self, _addr: DeviceAddr, _bytes: u64) -> Result<bool> {
-        Ok(false)
+    unsafe fn register(&self, _addr: DeviceAddr, _bytes: u64) -> (bool, Option<String>) {
+        (false, None)
     }
 
     /// Waits for the device and ends the registrations of this address.

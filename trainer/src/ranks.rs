@@ -271,6 +271,9 @@ pub struct CommunicationRecord {
     /// Number of buckets that NCCL has registered; absent without `--register on`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub registered_buckets: Option<u64>,
+    /// NCCL's reason for the first bucket that it refused to register.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub refusal: Option<String>,
     /// Device memory in use before the ranks connected, by the context and by other programs; absent where it cannot be measured.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub context_bytes: Option<u64>,

@@ -20,10 +20,14 @@ struct Described {
 }
 
 /// Keys that a run does not have on the simulated device, outside of a checkout or of a job, or when all is well.
-const ELSEWHERE: [&str; 25] = [
+const ELSEWHERE: [&str; 29] = [
     "communication.version",
     "communication.library",
     "communication.library_bytes",
+    "communication.context_bytes",
+    "communication.counted_bytes",
+    "communication.registered_buckets",
+    "communication.refusal",
     "communication.sum_s[]",
     "provenance.git_commit",
     "provenance.git_dirty",

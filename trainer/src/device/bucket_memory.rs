@@ -17,18 +17,19 @@ enum Memory {
 /// The buffer of a bucket.
 pub(crate) struct KeptBuffer {
     executor: Arc<dyn Executor>,
-    registered: bool,
+    /// Whether NCCL has registered it, and its reason for a refusal; absent where registration was not chosen.
+    registration: Option<(bool, Option<String>)>,
     memory: Memory,
 }
 
 impl fmt::Debug for KeptBuffer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("KeptBuffer").field("addr", &self.addr()).field("registered", &self.registered).finish()
+        f.debug_struct("KeptBuffer").field("addr", &self.addr()).field("registration", &self.registration).finish()
     }
 }
 
 impl KeptBuffer {
-    /// A buffer of this size from a source, registered if that is chosen. Every rank calls this with the same size.
+    /// A buffer of this size from a source, registered if that is chosen and NCCL does so. Every rank calls this with the same size.
     ///
     /// # Errors
     /// Errors of the allocator, of the driver and of NCCL.
@@ -39,17 +40,22 @@ impl KeptBuffer {
             BucketSource::Allocator => Memory::Allocator(context.allocate::<u8>(bytes as usize)?),
             BucketSource::Nccl => Memory::Nccl(executor.bucket_alloc(bytes)?),
         };
-        let mut buffer = Self { executor: Arc::clone(executor), registered: false, memory };
+        let mut buffer = Self { executor: Arc::clone(executor), registration: None, memory };
         if registers {
             // SAFETY: this value frees the memory, and ends the registration before.
-            buffer.registered = unsafe { buffer.executor.register(buffer.addr(), bytes)? };
+            buffer.registration = Some(unsafe { buffer.executor.register(buffer.addr(), bytes) });
         }
         Ok(buffer)
     }
 
     /// Whether NCCL has registered it.
     pub(crate) fn is_registered(&self) -> bool {
-        self.registered
+        self.registration.as_ref().is_some_and(|(registered, _)| *registered)
+    }
+
+    /// NCCL's reason for refusing it.
+    pub(crate) fn refusal(&self) -> Option<&str> {
+        self.registration.as_ref().and_then(|(_, refusal)| refusal.as_deref())
     }
 
     /// Its address.
@@ -63,7 +69,8 @@ impl KeptBuffer {
 
 impl Drop for KeptBuffer {
     fn drop(&mut self) {
-        if self.registered {
+        // Also where only one of two communicators registered it.
+        if self.registration.is_some() {
             self.executor.deregister(self.addr());
         }
         if let Memory::Nccl(addr) = &self.memory {

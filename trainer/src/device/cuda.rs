@@ -135,17 +135,21 @@ impl Executor for CudaExecutor {
         }
     }
 
-    unsafe fn register(&self, addr: DeviceAddr, bytes: u64) -> Result<bool> {
-        let Some(joined) = self.joined.get() else { return Ok(false) };
-        let mut all = true;
+    unsafe fn register(&self, addr: DeviceAddr, bytes: u64) -> (bool, Option<String>) {
+        let Some(joined) = self.joined.get() else { return (false, None) };
+        let (mut all, mut refusal) = (true, None);
         for (number, communicator) in joined.communicators.iter().enumerate() {
             // SAFETY: the caller keeps the memory until the registration ends.
-            match unsafe { communicator.register(Registering::Buffer, addr.get(), bytes)? } {
-                Some(registration) => joined.registrations().push((addr, number, registration)),
-                None => all = false,
+            match unsafe { communicator.register(Registering::Buffer, addr.get(), bytes) } {
+                Ok(Some(registration)) => joined.registrations().push((addr, number, registration)),
+                Ok(None) => all = false,
+                Err(error) => {
+                    all = false;
+                    refusal.get_or_insert(error.to_string());
+                }
             }
         }
-        Ok(all)
+        (all, refusal)
     }
 
     fn deregister(&self, addr: DeviceAddr) {

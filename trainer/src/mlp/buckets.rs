@@ -160,6 +160,11 @@ impl Buckets {
         buffers.filter(|buffer| buffer.is_registered()).count()
     }
 
+    /// NCCL's reason for the first buffer that it refused to register.
+    pub(crate) fn refusal(&self) -> Option<&str> {
+        self.buckets.iter().filter_map(|bucket| bucket.buffer.as_ref()).find_map(KeptBuffer::refusal)
+    }
+
     /// Connects the ranks for sums of these sizes; what that took and how long they take.
     ///
     /// # Errors

@@ -101,6 +101,7 @@ pub(super) fn communication(
         source: settings.bucket_source.unwrap_or_default(),
         // CAST: a number of buckets.
         registered_buckets: (settings.register == Some(true)).then(|| buckets.registered() as u64),
+        refusal: buckets.refusal().map(str::to_owned),
         context_bytes: costs.as_ref().map(|costs| costs.context_bytes),
         library_bytes: costs.as_ref().map(|costs| costs.library_bytes),
         counted_bytes: costs.as_ref().and_then(|costs| costs.counted_bytes),
