@@ -66,13 +66,14 @@ struct AccountRow {
     blocked: f64,
 }
 
-/// The run directories of a directory on the command line: itself, or the first repetitions of an experiment's training programs.
+/// The run directories of a directory on the command line: itself with those of its other ranks, or the first repetitions of an
+/// experiment's training programs.
 ///
 /// # Errors
 /// The experiment is damaged.
 pub(super) fn directories(path: &Path) -> Result<Vec<PathBuf>> {
     if !path.join("experiment.json").is_file() {
-        return Ok(vec![path.to_owned()]);
+        return Ok(ranks(path));
     }
     let runs = path.join("runs");
     let mut directories = Vec::new();
@@ -90,6 +91,13 @@ pub(super) fn directories(path: &Path) -> Result<Vec<PathBuf>> {
     }
     directories.sort();
     Ok(directories)
+}
+
+/// The directory of a run, and those of its other ranks in their order, so that each rank has a lane of its own.
+fn ranks(run: &Path) -> Vec<PathBuf> {
+    let others = (1..).map(|rank| run.join(format!("rank{rank}")));
+    let recorded = others.take_while(|directory| plain_or_packed(&directory.join("summary.json")).is_file());
+    std::iter::once(run.to_owned()).chain(recorded).collect()
 }
 
 /// Reads the records in these directories.

@@ -9,7 +9,7 @@ use std::path::Path;
 use vramlab::Bytes;
 
 /// Settings that distinguish runs of one allocator; the allocator's own settings are part of its name.
-pub(super) const DISTINGUISHING: [&str; 17] = [
+pub(super) const DISTINGUISHING: [&str; 21] = [
     "device",
     "dataset",
     "hidden",
@@ -27,6 +27,10 @@ pub(super) const DISTINGUISHING: [&str; 17] = [
     "init",
     "seed",
     "lr",
+    "gpus",
+    "buffers",
+    "comm_streams",
+    "rank",
 ];
 /// Values of settings that a record omits.
 const DEFAULTS: [(&str, &str); 5] =
@@ -44,6 +48,8 @@ pub(in crate::report) struct Record {
     pub(super) status: String,
     pub(super) error: Option<String>,
     code_version: Option<String>,
+    /// Its rank, of a run of several.
+    rank: Option<u32>,
     clock: Option<String>,
     settings: Map<String, Value>,
     pub(super) device: Device,
@@ -161,6 +167,7 @@ impl Record {
                 out.push((key.to_owned(), value.to_owned()));
             }
         }
+        out.extend(self.rank.map(|rank| ("rank".to_owned(), rank.to_string())));
         let data = self.dataset.as_ref();
         let origin = [
             ("data", data.and_then(|data| data.source.as_ref().or(data.name.as_ref()))),

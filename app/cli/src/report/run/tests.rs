@@ -123,3 +123,23 @@ fn an_experiment_yields_the_first_repetitions_of_its_runs() {
     let runs = temp_dir.path().join("runs");
     assert_eq!(directories(temp_dir.path()).unwrap(), [runs.join("a"), runs.join("b")]);
 }
+
+#[test]
+fn every_rank_of_a_run_has_a_lane_with_its_name() {
+    let rank = |rank: u32| {
+        let mut record = summary();
+        record["rank"] = rank.into();
+        record
+    };
+    let (temp_dir, written) = write_runs(&[(rank(0), 1.0), (rank(1), 1.0), (rank(2), 1.0)]);
+    // The records of the other ranks are in the directory of the first; one that was killed early has none.
+    std::fs::rename(&written[1], written[0].join("rank1")).unwrap();
+    std::fs::rename(&written[2], written[0].join("rank2")).unwrap();
+    std::fs::create_dir(written[0].join("rank3")).unwrap();
+    let run = temp_dir.path().join("0");
+    let lanes = directories(&run).unwrap();
+    assert_eq!(lanes, [run.clone(), run.join("rank1"), run.join("rank2")]);
+    let runs = read(&lanes).unwrap();
+    let names: Vec<&str> = runs.iter().map(|run| run.name.as_str()).collect();
+    assert_eq!(names, ["naive, rank 0", "naive, rank 1", "naive, rank 2"]);
+}
