@@ -14,6 +14,7 @@ from vramlab_analysis.pages import (  # noqa: F401
     any_program,
     field,
     inside_pytorch,
+    offload,
     ranks,
     registration,
     replays,
