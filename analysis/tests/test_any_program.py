@@ -190,9 +190,9 @@ def test_steps_beside_pytorch_are_compared_by_their_medians(tmp_path: Path) -> N
     runs += [run("autotune-half", 0.0, status="failed", error="it does not compile")]
     folder = experiment(tmp_path / "training-beside", *({**one} for one in runs))
     for number, one in enumerate(runs):
-        told = summary("caching")
-        told["epochs"][-1] |= {"train_device_s": one["us"] * 300 / 1e6, "steps": 300}
-        made = write_run(tmp_path / f"{number}", told)
+        record = summary("caching")
+        record["epochs"][-1] |= {"train_device_s": one["us"] * 300 / 1e6, "steps": 300}
+        made = write_run(tmp_path / f"{number}", record)
         shutil.copytree(made, folder / "runs" / f"{number:02}", dirs_exist_ok=True)
     machine, cells = pytorch_comparison.of_experiment(load_experiment(folder))
     cell = cells[128, "f16"]

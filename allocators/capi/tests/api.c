@@ -384,7 +384,7 @@ static void pinned(const char *name) {
   OK(vramlab_close(v));
 }
 
-// A stream of a GPU is forgotten by pinned memory, too, whichever allocator is told.
+// Pinned memory forgets a destroyed stream of a GPU, too, whichever allocator is notified.
 static void pinned_beside_a_gpu(void) {
   vramlab *host = open_on("host-exact", "host:sim:3"), *gpu = open_on("caching", "sim:3");
   uint64_t a = allocate(host, MIB, 0), b = allocate(host, MIB, 0);

@@ -237,7 +237,7 @@ impl HostServed {
         Blocked::default()
     }
 
-    /// Takes back what is no longer used. With `all` it waits for everything that was freed.
+    /// Frees the pending blocks whose work has completed. With `all` it waits for all pending blocks.
     fn collect(&self, all: bool) {
         let blocks = lock(&self.pending).collect(self.context, all);
         for block in blocks {

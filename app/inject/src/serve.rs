@@ -377,7 +377,7 @@ impl Served {
         }
     }
 
-    /// Takes back what is no longer used. With `all` it waits for everything that was freed.
+    /// Frees the pending blocks whose work has completed. With `all` it waits for all pending blocks.
     fn collect(&self, all: bool) {
         let items = self.inside(|| {
             let mut pending = lock(&self.pending);

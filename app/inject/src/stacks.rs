@@ -17,8 +17,8 @@ use vramlab_histories::calls::{NO_STACK, frame_line, stack_line};
 const DEPTH: usize = 32;
 /// Frames that are kept.
 const KEPT: usize = 24;
-/// Stacks that a thread remembers without a lock: for each of so many classes of stack depths this many. A program such as PyTorch calls
-/// from hundreds of places, and one that is forgotten costs microseconds.
+/// Stacks that a thread remembers without a lock: the number of classes of stack depths, and the stacks of each class. A program
+/// such as PyTorch calls from hundreds of places, and a forgotten stack costs microseconds.
 const CLASSES: usize = 64;
 const REMEMBERED: usize = 8;
 /// Most distinct stacks of a process.

@@ -207,7 +207,7 @@ fn an_export_that_lost_python_stacks_says_so() {
     export.python(THREAD, 10, 2, &[("step", "train.py", 12)]);
     let notes = export.capture().notes;
     assert!(notes.iter().any(|note| note.contains("Python") && note.contains("2024.6")), "{notes:?}");
-    // Damaged payloads are no stacks either.
+    // Damaged payloads are not stacks either.
     let mut export = training(Version::New, 2);
     export.python(THREAD, 10, 2, &[("step", "train.py", 12)]);
     for data in ["x''", "x'01000000'", "zeroblob(40)", "zeroblob(4000)", "replace(hex(zeroblob(99)), '0', 'f')"] {

@@ -392,7 +392,8 @@ fn auto_decides_soon_without_a_network() {
         let cache = TempDir::new().unwrap();
         let start = Instant::now();
         let data = load_with(&request(DatasetName::Auto, None), &sources(cache.path(), &mirrors), &Silent).unwrap();
-        assert!(start.elapsed() < Duration::from_secs(3), "{mirrors:?}: {:?}", start.elapsed());
+        // Less than the silent server's silence, which nothing here waits for.
+        assert!(start.elapsed() < Duration::from_secs(9), "{mirrors:?}: {:?}", start.elapsed());
         assert_eq!(data.name, DatasetName::Digits);
         let notice = data.notice.unwrap();
         assert!(

@@ -35,7 +35,7 @@ pub(crate) struct Range {
     pub(crate) buffer_id: u64,
 }
 
-/// A hash of an address. Addresses are the allocators' own, so that nobody chooses ones that collide.
+/// A hash of an address. Allocators choose the addresses, so no input can make them collide.
 #[derive(Default)]
 struct AddressHasher(u64);
 

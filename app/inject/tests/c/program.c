@@ -324,11 +324,11 @@ static void pinned(void) {
     int what[] = {12, 11, 2};
     void* data[] = {&size, &first, &type};
     CHECK(cuPointerGetAttributes(3, what, data, (P)(uintptr_t)q + 1) == 0 && size == 1000 && first == (P)(uintptr_t)q && type == 1);
-    // It is pinned already, and nobody registered it.
+    // It is pinned already, and not registered.
     CHECK(cuMemHostRegister(p, 1000, 0) == 712);
     CHECK(cuMemHostUnregister(p) == 713);
     CHECK(cuMemHostRegister(own, 64, 0) == 0 && cuMemFreeHost(own) == 1 && cuMemHostUnregister(own) == 0);
-    // Inside a block, twice, and memory of nobody.
+    // An address inside a block, a second free, and memory that was not pinned.
     CHECK(cuMemFreeHost(p + 512) == 1);
     CHECK(cuMemFreeHost(p) == 0);
     CHECK(cuMemFreeHost(p) == 1);

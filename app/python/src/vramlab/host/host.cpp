@@ -178,7 +178,7 @@ class Host final : public at::HostAllocator {
         const c10::cuda::CUDAStream of(c10::cuda::CUDAStream::UNCHECKED, stream);
         if (captures_may_run() && is_capturing(of.stream())) {
             Captures::Pools pools = captures_.of(stream);
-            // Before PyTorch 2.11 the host's allocator is not told of captures.
+            // Before PyTorch 2.11 the host's allocator is not notified of captures.
             if (pools.empty()) pools.push_back(NO_POOL);
             std::unique_lock<std::shared_mutex> guard(lock_);
             Captures::Pools& all = blocks_[block].pools;
