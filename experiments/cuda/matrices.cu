@@ -1,7 +1,9 @@
-// Two products of matrices a step, with memory that is allocated and freed in the step: matrices STEPS WIDTH STREAMS [check]
+// Two products of matrices a step, with memory that is allocated and freed in the step: matrices STEPS WIDTH STREAMS [check|kept]
 //
 // STREAMS is 0 for the default stream, else the number of non-blocking streams, or of blocking ones if it is negative. With `check`
 // the first matrix has other values in every step and every result enters the total, so that a block that is used too early changes it.
+// With `kept` each stream's memory is allocated before the first step, so that a step makes no memory call.
+#include <cstring>
 #include <vector>
 
 #include "check.cuh"
@@ -30,7 +32,7 @@ __global__ void add_to(double* total, const float* values, int count) {
 int main(int count, char** words) {
     int steps = count > 1 ? atoi(words[1]) : 2000, width = count > 2 ? atoi(words[2]) : 512;
     int wanted = count > 3 ? atoi(words[3]) : 0;
-    bool check = count > 4;
+    bool check = count > 4 && !strcmp(words[4], "check"), kept = count > 4 && !strcmp(words[4], "kept");
     int cells = width * width;
     size_t bytes = sizeof(float) * cells;
     std::vector<cudaStream_t> streams(wanted ? abs(wanted) : 1, nullptr);
@@ -45,20 +47,27 @@ int main(int count, char** words) {
     OK(cudaMemset(total, 0, sizeof *total));
     fill<<<cells / 256, 256>>>(weights, 1);
     fill<<<cells / 256, 256>>>(input, 9);
+    std::vector<float*> hiddens(streams.size()), outputs(streams.size());
+    for (size_t i = 0; kept && i < streams.size(); i++) {
+        OK(cudaMalloc(&hiddens[i], bytes));
+        OK(cudaMalloc(&outputs[i], bytes));
+    }
     OK(cudaDeviceSynchronize());
     dim3 grid(width / 16, width / 16), block(16, 16);
     Clock clock;
     for (int step = 0; step < steps; step++) {
-        cudaStream_t stream = streams[step % streams.size()];
-        float *hidden, *output;
-        OK(cudaMalloc(&hidden, bytes));
+        size_t at = step % streams.size();
+        cudaStream_t stream = streams[at];
+        float *hidden = hiddens[at], *output = outputs[at];
+        if (!kept) OK(cudaMalloc(&hidden, bytes));
         if (check)
             fill<<<cells / 256, 256, 0, stream>>>(hidden, step);
         else
             multiply<<<grid, block, 0, stream>>>(input, weights, hidden, width, true);
-        OK(cudaMalloc(&output, bytes));
+        if (!kept) OK(cudaMalloc(&output, bytes));
         multiply<<<grid, block, 0, stream>>>(hidden, weights, output, width, false);
         if (check) add_to<<<1, 256, 0, stream>>>(total, output, cells);
+        if (kept) continue;
         OK(cudaFree(hidden));
         OK(cudaFree(output));
     }
