@@ -4,8 +4,9 @@
     python3 fork_server.py SOCKET
 
 Listens at SOCKET once the imports are complete. A connection is a run. It carries one line of JSON: `arguments` (a Python
-program and its words), `variables`, `folder` (its working directory) and `log` (the file for its output); then, from here, the
-wait status of the ended process. When the other side ends its input, the process and all that it has started are killed.
+program and its words), `variables`, `folder` (its working directory), `output` and `log` (the files for its output and its
+errors); then, from here, the wait status of the ended process. When the other side ends its input, the process and all that it
+has started are killed.
 
 PyTorch must not have used the GPU before the fork, and reads its settings when it is imported: so there is one such process for
 each environment, and `variables` has only those that are read later.
@@ -47,9 +48,8 @@ def run(request):
         del os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]
         os.environ.update(request["variables"])
         os.chdir(request["folder"])
-        log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
+        for number, name in ((1, "output"), (2, "log")):
+            os.dup2(os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), number)
         if os.environ.get("VRAMLAB_ALLOC"):
             # The start hook: a fresh process calls it when torch is imported.
             import vramlab._start

@@ -161,6 +161,70 @@ fn a_forked_run_that_fails_or_hangs_costs_no_other() {
     assert_eq!(lines(&test_dir, "starts").iter().filter(|name| *name == "a").count(), 1);
 }
 
+const COMMANDS: &str = r#"
+[told]
+command = ["{python}", "{experiments}/told.py", "{host-alloc}", "{repeat}"]
+json = "told"
+results = ["loss"]
+[shell]
+command = ["sh", "-c", "true"]
+"#;
+
+/// Prints its words between other lines, and its loss.
+const TOLD: &str = r#"
+import json, os, sys
+print("a line")
+print("a note", file=sys.stderr)
+print(json.dumps({"told": sys.argv[1:], "parent": os.getppid(), "loss": "2" if sys.argv[1] == "host-cupy" else "1"}))
+"#;
+
+fn commands(options: &str, matrix: &str) -> TestDir {
+    let arm = arm("all", options, matrix).replace("\"inside\"", "\"command\"");
+    let test_dir = test_dir(&format!("fork = true\n{arm}"));
+    test_dir.write("experiments/commands.toml", COMMANDS);
+    test_dir.write("experiments/told.py", TOLD);
+    test_dir
+}
+
+#[test]
+#[ignore = "needs python3; run with --ignored"]
+fn a_forked_command_has_its_repeat_and_is_compared_with_pytorchs_own_allocator() {
+    let hosts = "host-alloc = [\"pytorch\", \"host-exact\", \"host-cupy\"]";
+    let test_dir = commands("program = \"told\"", hosts);
+    let text = std::fs::read_to_string(test_dir.at("small.toml")).unwrap();
+    test_dir.write("small.toml", text.replace("repeats = 1", "repeats = 2"));
+    let output = run(&test_dir, &[]).ok();
+    let ids = names(&test_dir.at("out/small/runs"));
+    let told: Vec<Value> = ids.iter().map(|id| file(&test_dir, id, "result.json")["lines"][0].clone()).collect();
+    let words = |at: usize| told[at]["told"].clone();
+    assert_eq!(words(0), serde_json::json!(["pytorch", "0"]));
+    assert_eq!(words(3), serde_json::json!(["host-exact", "1"]));
+    assert!(told.iter().all(|line| line["parent"] == told[0]["parent"]), "one process has the imports: {told:?}");
+    let differing = "note: results of told differ from its unchanged runs': all host-cupy r0 by inf, all host-cupy r1";
+    assert!(output.stderr.contains(differing), "{output:?}");
+    assert_eq!(
+        file(&test_dir, &ids[0], "run.json")["command"],
+        serde_json::json!(["python3", "experiments/told.py", "pytorch", "0"])
+    );
+}
+
+#[test]
+fn a_command_that_cannot_be_forked_or_has_no_such_allocator_is_refused() {
+    for (options, words) in [
+        ("program = \"shell\"", "shell does not begin with {python}, so it cannot be forked"),
+        ("program = \"told\"", "told needs the option 'host-alloc'"),
+        ("program = \"shell\", host-alloc = \"host-exact\"", "shell has not the option 'host-alloc'"),
+        ("program = \"told\", host-alloc = \"host-exac\"", "did you mean 'host-exact'?"),
+        ("program = \"told\", host-alloc = \"caching\"", "caching"),
+        ("program = \"told\", host-alloc = \"host-exact,host-cupy\"", "host-alloc must be one allocator"),
+        ("program = \"told\", host-alloc = \"pytorch\", way = \"record\"", "a forked command runs as it is"),
+    ] {
+        let output = run(&commands(options, ""), &["--dry-run"]);
+        assert_eq!(output.code, Some(2), "{options}: {output:?}");
+        assert!(output.stderr.contains("small.toml:") && output.stderr.contains(words), "{options}: {output:?}");
+    }
+}
+
 #[test]
 #[ignore = "needs python3; run with --ignored"]
 fn a_server_that_dies_costs_its_run_and_is_started_again() {
@@ -243,7 +307,7 @@ fn a_process_that_ends_loses_only_its_own_turns() {
 #[test]
 fn forks_and_turns_are_refused_where_they_do_nothing() {
     for (spec, words) in [
-        ("fork = true\n", "'fork' is for specs whose arms all run 'inside'"),
+        ("fork = true\n", "'fork' is for specs whose arms all run 'inside' or 'command'"),
         ("turns = { rounds = 1, requests = [1] }\n", "'turns' is for specs whose arms all run 'inside'"),
         ("timeout_s = 0\n", "timeout_s is at least 1"),
     ] {

@@ -2,14 +2,17 @@
 """Programs that keep data in pinned host memory, under PyTorch's own allocator of it or one of VramLab's.
 
     python3 experiments/pytorch/programs/offload/offload.py activations --host host-exact --steps 10
+    python3 experiments/pytorch/programs/offload/offload.py fsdp loader optimizer --begin 1
     torchrun --nproc-per-node 2 experiments/pytorch/programs/offload/offload.py fsdp
 
-Prints one line of JSON: the most bytes of pinned memory that the program requested (`requested_bytes`) and that the
-allocator pinned (`reserved_bytes`), seconds of each step after the first `--warm-up`, and a digest of the losses. Under
-`torchrun` both are sums over the ranks, and times are rank 0's. `--host pytorch` is PyTorch's own allocator, whose
-requests are counted by the package `vramlab`. `--turns` reads lines from its input, each a program and a number of
-steps, which continue that program; an empty line ends a program, and each line is answered by one of JSON. So several
-processes can take turns on a GPU. `--small --device cpu` tries the programs without a GPU, and without pinned memory.
+Prints one line of JSON for each program, in the order of the arguments: the most bytes of pinned memory that it
+requested (`requested_bytes`) and that the allocator pinned (`reserved_bytes`), seconds of each step after the first
+`--warm-up`, and a digest of the losses. Programs run one after the other; caches are emptied between them. `--begin N`
+starts with program N modulo their number, so that each comes first in some of several runs. Under `torchrun` bytes are
+sums over the ranks, and times are rank 0's. `--host pytorch` is PyTorch's own allocator, whose requests are counted by
+the package `vramlab`. `--turns` reads lines from its input, each a program and a number of steps, which continue that
+program; an empty line ends a program, and each line is answered by one of JSON. So several processes can take turns on
+a GPU. `--small --device cpu` tries the programs without a GPU, and without pinned memory.
 
 Exit codes: 0 completed, 2 bad input.
 """
@@ -37,6 +40,8 @@ PROGRAMS = {
     "activations": models.activations,
     "weights": models.weights,
 }
+# Steps of each program after the warm-up, about a second on an H200.
+STEPS = {"fsdp": 4, "loader": 24, "optimizer": 12, "activations": 8, "weights": 24}
 OWN = "pytorch"
 
 
@@ -110,21 +115,42 @@ def take_turns(device, small, seed):
         print(json.dumps(answer), flush=True)
 
 
+def make_deterministic():
+    """The same seed gives the same losses to the bit, without a change of what is kept on the host."""
+    # With `warn_only` the backward pass of flash attention differs from run to run.
+    torch.use_deterministic_algorithms(True)
+    # Otherwise each empty tensor, pinned ones included, is filled with NaN.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    for enable in ("cudnn", "mem_efficient"):
+        getattr(torch.backends.cuda, f"enable_{enable}_sdp")(False)
+
+
+def rotated(names, begin):
+    """The names from number `begin` on, then those before it."""
+    at = begin % max(len(names), 1)
+    return names[at:] + names[:at]
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("program", nargs="?", choices=sorted(PROGRAMS))
+    parser.add_argument("programs", nargs="*", metavar="program", help=f"of {', '.join(PROGRAMS)}")
     parser.add_argument("--host", default=OWN, help="pytorch, or an allocator of pinned memory such as host-exact")
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=int, help="of each program, after the warm-up")
     parser.add_argument("--warm-up", type=int, default=2)
+    parser.add_argument("--begin", type=int, default=0, help="number of the program that runs first")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--turns", action="store_true")
     args = parser.parse_args()
-    if args.turns == bool(args.program):
+    if unknown := [name for name in args.programs if name not in PROGRAMS]:
+        parser.error(f"no program {', '.join(unknown)}; there are {', '.join(PROGRAMS)}")
+    if args.turns == bool(args.programs):
         parser.error("name a program, or --turns")
-    if not 0 <= args.warm_up < args.steps:
-        parser.error("--steps must be more than --warm-up")
+    if len(set(args.programs)) < len(args.programs):
+        parser.error("name each program once")
+    if args.warm_up < 0 or args.begin < 0 or (args.steps is not None and args.steps < 1):
+        parser.error("--steps must be at least 1, --warm-up and --begin at least 0")
     device = torch.device(args.device, int(os.environ.get("LOCAL_RANK", "0")) if args.device == "cuda" else None)
     if device.type == "cuda":
         import vramlab
@@ -135,19 +161,20 @@ def main():
         except vramlab.Error as error:
             parser.error(str(error))
         torch.cuda.set_device(device)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    # With `warn_only` the backward passes of these attentions differ from run to run.
-    for enable in ("cudnn", "flash", "mem_efficient"):
-        getattr(torch.backends.cuda, f"enable_{enable}_sdp")(False)
+    make_deterministic()
     try:
         if args.turns:
             take_turns(device, args.small, args.seed)
-        else:
-            program = Program(args.program, device, args.small, args.seed)
-            program.run(args.steps)
-            result = program.result(args.warm_up)
-            if models.rank() == 0:
-                print(json.dumps({"host": args.host} | result))
+        results = {}
+        for name in rotated(args.programs, args.begin):
+            program = Program(name, device, args.small, args.seed)
+            program.run(args.warm_up + (args.steps or STEPS[name]))
+            results[name] = program.result(args.warm_up)
+            # It ends before the next one begins.
+            del program
+        if models.rank() == 0:
+            for name in args.programs:
+                print(json.dumps({"program": name, "host": args.host} | results[name]))
     finally:
         models.leave_group()
 

@@ -16,13 +16,18 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU16, Ordering::Relaxed};
+use vramlab::backends::parse_host_list;
 use vramlab::input::{WRITTEN, read_text};
 use vramlab::settings::Meant;
 use vramlab::{DeviceKind, Selection};
 
-/// The options, switches last. `program` is a name in the catalogue, `of` the value of its `{of}`.
-pub(super) const OPTIONS: [&str; 6] = ["program", "of", WAY, ALLOC, OWN_POOL, POISON];
+/// The options, switches last. `program` is a name in the catalogue, `of` the value of its `{of}`, `host-alloc` that of its
+/// `{host-alloc}`: an allocator of pinned memory, or `pytorch`.
+pub(super) const OPTIONS: [&str; 7] = ["program", "of", HOST_ALLOC, WAY, ALLOC, OWN_POOL, POISON];
 pub(super) const SWITCHES: [&str; 2] = [OWN_POOL, POISON];
+const HOST_ALLOC: &str = "host-alloc";
+/// PyTorch's own allocator of pinned memory.
+const OWN_HOST_ALLOC: &str = "pytorch";
 const WAY: &str = "way";
 const OWN_POOL: &str = "own-pool";
 const POISON: &str = "poison";
@@ -32,6 +37,8 @@ const CATALOGUE: &str = "commands.toml";
 pub(super) const BUILT: &str = "built";
 /// Directory of what `vramlab run` records, in the run's directory.
 pub(super) const RECORDED: &str = "recorded";
+/// The placeholder of the interpreter.
+const PYTHON: &str = "{python}";
 /// Programs of CUDA's toolkit that is not on the PATH.
 const TOOLKIT: &str = "/usr/local/cuda/bin";
 /// Ports of jobs of several processes, below those that the kernel chooses itself.
@@ -72,8 +79,8 @@ pub(super) struct Listed {
     /// Options of the compiler.
     #[serde(default)]
     pub(super) flags: Vec<String>,
-    /// Words, with placeholders in braces: `built`, `this` (this program), `python`, `experiments`, `of`, `port`, and
-    /// variables of the environment in capitals, which have to be set.
+    /// Words, with placeholders in braces: `built`, `this` (this program), `python`, `experiments`, `of`, `host-alloc`, `repeat`,
+    /// `port`, and variables of the environment in capitals, which have to be set.
     command: Vec<String>,
     /// The words of the option `own-pool`: the program with the pool that it has itself.
     own_pool: Option<Vec<String>>,
@@ -151,7 +158,8 @@ pub(super) fn way(run: &Run) -> Way {
 /// Whether a run is one that others are compared with: unchanged, under the memory that the program has by itself.
 pub(super) fn is_plain(run: &Run) -> bool {
     let native = text(run, ALLOC).is_none_or(|alloc| alloc == "native");
-    way(run) == Way::Plain && native && !is_on(run, OWN_POOL)
+    let own_host = text(run, HOST_ALLOC).is_none_or(|alloc| alloc == OWN_HOST_ALLOC);
+    way(run) == Way::Plain && native && own_host && !is_on(run, OWN_POOL)
 }
 
 /// Checks a value of an option.
@@ -165,6 +173,11 @@ pub(super) fn check(option: &str, value: &OptionValue) -> Result<(), String> {
         "of" if text.is_empty() || text.starts_with('-') || text.contains(['/', '\\']) => {
             Err(format!("of must be a word, found '{text}'"))
         }
+        HOST_ALLOC if text == OWN_HOST_ALLOC => Ok(()),
+        HOST_ALLOC => match parse_host_list(&text).map_err(|error| error.to_string())?.len() {
+            1 => Ok(()),
+            _ => Err(format!("{HOST_ALLOC} must be one allocator, found '{text}'")),
+        },
         ALLOC if inside::is_native(&text) => Ok(()),
         ALLOC => text.parse::<Selection>().map(drop).map_err(|error| error.to_string()),
         _ => Ok(()),
@@ -183,8 +196,18 @@ pub(super) fn check_run(run: &Run) -> Result<(), (&'static str, String)> {
     let listed = find(&name).map_err(|error| ("program", format!("{error:#}")))?;
     let has = |placeholder: &str| listed.command.iter().any(|word| word.contains(placeholder));
     let (way, alloc) = (way(run), text(run, ALLOC));
-    if has("{of}") != run.option("of").is_some() {
-        return Err(("program", format!("{name} {} the option 'of'", if has("{of}") { "needs" } else { "has not" })));
+    for option in ["of", HOST_ALLOC] {
+        let needed = has(&format!("{{{option}}}"));
+        if needed != run.option(option).is_some() {
+            let needs = if needed { "needs" } else { "has not" };
+            return Err(("program", format!("{name} {needs} the option '{option}'")));
+        }
+    }
+    if run.fork && listed.command.first().is_none_or(|first| first != PYTHON) {
+        return Err(("fork", format!("{name} does not begin with {PYTHON}, so it cannot be forked")));
+    }
+    if run.fork && (way != Way::Plain || alloc.is_some() || is_on(run, OWN_POOL)) {
+        return fails("fork", "a forked command runs as it is; leave way, alloc and own-pool out");
     }
     if is_on(run, OWN_POOL) && listed.own_pool.is_none() {
         return Err((OWN_POOL, format!("{name} has no pool of its own in {CATALOGUE}")));
@@ -263,20 +286,24 @@ pub(super) fn words(run: &Run, inputs: &Inputs, kind: DeviceKind) -> Result<Vec<
     let folder = folder.with_context(|| format!("experiments/{CATALOGUE} is not here"))?;
     let python = inputs.python.to_string_lossy().into_owned();
     let program = this_program()?.to_string_lossy().into_owned();
-    let of = text(run, "of").unwrap_or_default();
+    let [of, host] = ["of", HOST_ALLOC].map(|option| text(run, option).unwrap_or_default());
     let words = words_of(listed, run);
     let fill = |word: &String| -> Result<(String, String)> {
         let port = if word.contains("{port}") { free_port()?.to_string() } else { String::new() };
-        let common = |word: &str| word.replace("{of}", &of).replace("{port}", &port);
+        let repeat = run.repeat.to_string();
+        let common = |word: &str| {
+            let word = word.replace("{of}", &of).replace("{host-alloc}", &host).replace("{repeat}", &repeat);
+            word.replace("{port}", &port)
+        };
         let mut actual = common(word)
             .replace("{built}", &format!("../../{BUILT}/{name}"))
             .replace("{this}", &program)
-            .replace("{python}", &python)
+            .replace(PYTHON, &python)
             .replace("{experiments}", &folder.to_string_lossy());
         let mut shown = common(word)
             .replace("{built}", &name)
             .replace("{this}", "experiments")
-            .replace("{python}", "python3")
+            .replace(PYTHON, "python3")
             .replace("{experiments}", "experiments");
         for variable in variables_of(words) {
             let value = std::env::var(variable).unwrap_or_else(|_| format!("{{{variable}}}"));
@@ -303,7 +330,7 @@ pub(super) fn words(run: &Run, inputs: &Inputs, kind: DeviceKind) -> Result<Vec<
         under.push(same("--stacks=off"));
     }
     // A program of Python without an allocator under PyTorch is recorded at the driver.
-    if !listed.pytorch && words.iter().any(|word| word == "{python}") {
+    if !listed.pytorch && words.iter().any(|word| word == PYTHON) {
         under.push(same("--at-driver"));
     }
     if way.serves() {

@@ -332,7 +332,8 @@ impl Experiment<'_> {
         let folder = line.folder.as_deref().unwrap_or(part);
         #[cfg(unix)]
         if line.server.is_some() {
-            return self.forks.start(line, folder, err, self.signals.stop()).map(Process::Forked);
+            let out = (line.output == Output::Text).then(|| part.join(STDOUT));
+            return self.forks.start(line, folder, err, out.as_deref(), self.signals.stop()).map(Process::Forked);
         }
         let file = |path: &Path| File::create(path).with_context(|| format!("cannot write {}", path.display()));
         let mut command = Command::new(&line.program);

@@ -63,8 +63,15 @@ impl Forks {
         Ok(())
     }
 
-    /// Forks a run in a directory. It prints to a file.
-    pub(super) fn start(&self, line: &CommandLine, folder: &Path, log: &Path, stop: &AtomicBool) -> Result<Forked> {
+    /// Forks a run in a directory. It prints to a file, standard output to `out` if that is given.
+    pub(super) fn start(
+        &self,
+        line: &CommandLine,
+        folder: &Path,
+        log: &Path,
+        out: Option<&Path>,
+        stop: &AtomicBool,
+    ) -> Result<Forked> {
         let variables: BTreeMap<&str, String> = line
             .variables
             .iter()
@@ -72,8 +79,9 @@ impl Forks {
             .filter_map(|(name, value)| Some((name.as_str(), value.as_ref()?.to_string_lossy().into_owned())))
             .collect();
         let arguments: Vec<_> = line.arguments.iter().map(|argument| argument.to_string_lossy()).collect();
-        let [folder, log] = [folder, log].map(Path::to_string_lossy);
-        let request = json!({"arguments": arguments, "variables": variables, "folder": folder, "log": log});
+        let [folder, log, out] = [folder, log, out.unwrap_or(log)].map(Path::to_string_lossy);
+        let request =
+            json!({"arguments": arguments, "variables": variables, "folder": folder, "log": log, "output": out});
         let mut connection = self.server(line, |server| server.connect(stop))?;
         // This fails if the server has ended, which `Forked::ended` notices.
         let _ = connection.write_all(format!("{request}\n").as_bytes());

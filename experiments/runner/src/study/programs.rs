@@ -312,13 +312,14 @@ fn listed_command(run: &Run, device: &DeviceName, inputs: &Inputs) -> Result<Com
     let (words, shown): (Vec<String>, Vec<String>) = commands::words(run, inputs, device.kind())?.into_iter().unzip();
     let variables = commands::variables(run, inputs)?;
     let (program, arguments) = words.split_first().context("the catalogue names no command")?;
+    let server = inputs.pytorch.as_ref().filter(|_| run.fork).map(|folder| folder.join(FORK_SERVER));
     Ok(CommandLine {
         program: program.into(),
         arguments: arguments.iter().map(OsString::from).collect(),
         shown: shown_variables(&variables).chain(shown.into_iter().filter(|word| !word.is_empty())).collect(),
         folder: None,
         variables,
-        server: None,
+        server,
         output: Output::Text,
     })
 }

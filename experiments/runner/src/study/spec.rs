@@ -149,8 +149,9 @@ pub(crate) struct Spec {
     /// their median peak of active memory times its value. Those runs come first.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) limits_of: Option<String>,
-    /// Whether runs of `inside` are forked from a process that has imported PyTorch, which saves the imports. There is one
-    /// such process for each environment: PyTorch reads `conf` when it is imported.
+    /// Whether runs of `inside`, or of a `command` that begins with `{python}`, are forked from a process that has imported
+    /// PyTorch, which saves the imports. There is one such process for each environment: PyTorch reads `conf` when it is
+    /// imported.
     #[serde(default, skip_serializing_if = "is_false")]
     pub(crate) fork: bool,
     /// Whether runs may share a GPU (`--jobs`): their times do not count.
@@ -285,11 +286,13 @@ impl Source {
         if let Some(name) = spec.limits_of.as_ref().filter(|name| !names.contains(name.as_str())) {
             return Err(self.at_key("limits_of", format!("no arm is called '{name}'")));
         }
-        let is_inside = !spec.arms.is_empty() && spec.arms.iter().all(|arm| arm.program == Program::Inside);
-        for (key, given) in [("fork", spec.fork), ("turns", spec.turns.is_some())] {
-            if given && !is_inside {
-                return Err(self.at_key(key, format!("'{key}' is for specs whose arms all run 'inside'")));
-            }
+        let all =
+            |programs: &[Program]| !spec.arms.is_empty() && spec.arms.iter().all(|arm| programs.contains(&arm.program));
+        if spec.fork && !all(&[Program::Inside, Program::Command]) {
+            return Err(self.at_key("fork", "'fork' is for specs whose arms all run 'inside' or 'command'"));
+        }
+        if spec.turns.is_some() && !all(&[Program::Inside]) {
+            return Err(self.at_key("turns", "'turns' is for specs whose arms all run 'inside'"));
         }
         if spec.fork && spec.turns.is_some() {
             return Err(self.at_key("fork", "runs that take turns cannot be forked; keep one of 'fork' and 'turns'"));
