@@ -246,10 +246,15 @@ def ratio(
     both = sorted(actual.keys() & expected.keys())
     if len(both) < 2:
         return None
-    ratios = np.array([actual[repeat] / expected[repeat] for repeat in both])
-    drawn = np.random.default_rng(0).integers(0, len(ratios), (4000, len(ratios)))
-    low, high = np.quantile(np.median(ratios[drawn], axis=1), (0.025, 0.975))
-    return float(np.median(ratios)), float(low), float(high)
+    return median_interval([actual[repeat] / expected[repeat] for repeat in both])
+
+
+def median_interval(values: Iterable[float]) -> tuple[float, float, float]:
+    """The median of values and its 95 % interval (bootstrap)."""
+    given = np.array(list(values))
+    drawn = np.random.default_rng(0).integers(0, len(given), (4000, len(given)))
+    low, high = np.quantile(np.median(given[drawn], axis=1), (0.025, 0.975))
+    return float(np.median(given)), float(low), float(high)
 
 
 def turns(runs: Runs, arm: str, key: str = "ns") -> tuple[float, float, float]:
