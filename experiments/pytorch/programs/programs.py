@@ -380,9 +380,10 @@ SELF_MEASURED = {
     "usual": usual_script,
     "empty": single_calls,
     "passes": three_passes,
-    "fsdp_gpt2": several_ranks("gpt2"),
-    "fsdp_moe": several_ranks("moe"),
 }
+# Programs of several ranks, which measure themselves, too.
+OF_RANKS = {"fsdp_gpt2": several_ranks("gpt2"), "fsdp_moe": several_ranks("moe")}
+SELF_MEASURED |= OF_RANKS
 
 
 def prepare(name, device, seed, small, **more):
@@ -482,6 +483,11 @@ def main(words=None):
     if options.while_loading and options.program != "load_serve":
         print("error: --while-loading is for load_serve", file=sys.stderr)
         return 2
+    if options.program in OF_RANKS:
+        # Before CUDA is in use, which a forked process could not use any more.
+        import sharded
+
+        sharded.start_others()
     if options.device == "cuda" and not torch.cuda.is_available():
         print("error: PyTorch finds no GPU; --device cpu --small tries the program without one", file=sys.stderr)
         return 2

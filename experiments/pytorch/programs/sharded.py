@@ -1,14 +1,14 @@
 """Programs of several ranks under FSDP 2 (`fully_shard`), a GPU each: GPT-2 and a mixture of experts.
 
-Started by torchrun, a process is one rank. Otherwise it becomes rank 0 and starts the others with its own command line.
+Started by torchrun, a process is one rank. Otherwise it becomes rank 0 and forks the others, which have its imports then.
 Rank 0 reports every rank. Without a GPU the ranks use Gloo.
 """
 
 import hashlib
 import os
 import random
+import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -31,6 +31,80 @@ TINY = {
 WARM_UP, STEPS = 4, 16
 
 
+class Rank:
+    """Another rank, forked from this process. Two threads may ask for its end."""
+
+    def __init__(self, process):
+        self.process, self.code, self.lock = process, None, threading.Lock()
+
+    def poll(self):
+        """Its exit code, negative for a signal; None while it runs."""
+        with self.lock:
+            if self.code is None:
+                ended, status = os.waitpid(self.process, os.WNOHANG)
+                self.code = os.waitstatus_to_exitcode(status) if ended else None
+            return self.code
+
+    def kill(self):
+        """Ends it, if it has not ended."""
+        if self.poll() is None:
+            os.kill(self.process, signal.SIGKILL)
+
+    def wait(self):
+        """Waits until it has ended; its exit code."""
+        while self.poll() is None:
+            time.sleep(0.01)
+        return self.code
+
+
+# The ranks that this process has forked.
+OTHERS = []
+
+
+def start_others():
+    """Makes this process rank 0 and forks the others, once; the others. CUDA must not be in use."""
+    if "RANK" in os.environ:
+        return OTHERS
+    with socket.socket() as place:
+        place.bind(("127.0.0.1", 0))
+        port = place.getsockname()[1]
+    os.environ.update({"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+    first = os.getpid()
+    sys.stdout.flush()
+    for rank in range(1, RANKS):
+        process = os.fork()
+        if process == 0:
+            OTHERS.clear()
+            os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank)})
+            # Only rank 0 prints results.
+            os.dup2(2, 1)
+            end_with(first)
+            return OTHERS
+        OTHERS.append(Rank(process))
+    os.environ.update({"RANK": "0", "LOCAL_RANK": "0"})
+    watch(OTHERS)
+    return OTHERS
+
+
+def end_with(first):
+    """Ends this process when rank 0 has ended: a collective would wait for it."""
+
+    def look():
+        while os.getppid() == first:
+            time.sleep(0.05)
+        os._exit(1)
+
+    threading.Thread(target=look, daemon=True).start()
+
+
+def fail(others, rank, code):
+    """Ends this process and the other ranks after one has failed."""
+    print(f"error: rank {rank} ended with exit code {code}", file=sys.stderr, flush=True)
+    for other in others:
+        other.kill()
+    os._exit(OUT_OF_MEMORY if code == OUT_OF_MEMORY else 1)
+
+
 def watch(others):
     """Ends this process when another rank fails: a collective would wait for it."""
 
@@ -38,30 +112,10 @@ def watch(others):
         while True:
             for rank, process in enumerate(others, 1):
                 if code := process.poll():
-                    print(f"error: rank {rank} ended with exit code {code}", file=sys.stderr, flush=True)
-                    for other in others:
-                        other.kill()
-                    os._exit(OUT_OF_MEMORY if code == OUT_OF_MEMORY else 1)
+                    fail(others, rank, code)
             time.sleep(0.05)
 
     threading.Thread(target=look, daemon=True).start()
-
-
-def start_others():
-    """Makes this process rank 0 and starts the others; the processes."""
-    with socket.socket() as place:
-        place.bind(("127.0.0.1", 0))
-        port = place.getsockname()[1]
-    job = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ.update(job | {"RANK": "0", "LOCAL_RANK": "0"})
-    return [
-        subprocess.Popen(
-            [sys.executable, *sys.argv],
-            env=os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=sys.stderr,
-        )
-        for rank in range(1, RANKS)
-    ]
 
 
 def shard(model, parts):
@@ -76,7 +130,8 @@ def shard(model, parts):
 
 def gpt2(device, seed, rank, *, shapes=8, **size):
     """GPT-2 with batch and length varying from step to step, the same on all ranks; texts differ."""
-    model = Gpt(**size).to(device)
+    with device:
+        model = Gpt(**size)
     shard(model, model.blocks)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     words, longest = size.get("words", 50257), size.get("longest", 1024)
@@ -121,7 +176,8 @@ class Experts(nn.Module):
 
 def moe(device, seed, rank, *, width=512, experts=16, layers=6, least=4000, most=30000):
     """A mixture of experts: the number of tokens of each expert differs from step to step and from rank to rank."""
-    model = nn.Sequential(*(Experts(width, experts) for _ in range(layers))).to(device)
+    with device:
+        model = nn.Sequential(*(Experts(width, experts) for _ in range(layers)))
     shard(model, model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     generator, draw = torch.Generator().manual_seed(1000 * seed + rank), random.Random(1000 * seed + rank)
@@ -153,8 +209,7 @@ def row(rank, record):
 
 def measured(name, options, steps):
     """Trains as one rank. Rank 0 returns the measurements of all, the others None."""
-    others = [] if "RANK" in os.environ else start_others()
-    watch(others)
+    others = start_others()
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     on_gpu = options.device != "cpu"
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank))) if on_gpu else torch.device("cpu")
@@ -173,7 +228,9 @@ def measured(name, options, steps):
         # The other ranks wait in a collective, so nothing can be gathered.
         print(f"error: rank {rank}: {record['oom']}", file=sys.stderr, flush=True)
         if rank == 0:
-            for other in others:
+            # They do not count as failed.
+            killed, others[:] = others[:], []
+            for other in killed:
                 other.kill()
             return record | {"losses": [], "steps": 0, "ranks": ranks}
         os._exit(OUT_OF_MEMORY)
@@ -182,8 +239,9 @@ def measured(name, options, steps):
     dist.destroy_process_group()
     if rank:
         return None
-    for other in others:
-        other.wait()
+    for number, other in enumerate(others, 1):
+        if code := other.wait():
+            fail(others, number, code)
     losses = "".join(loss for each in rows for loss in each["losses"])
     record["losses_sha256"] = hashlib.sha256(losses.encode()).hexdigest()
     return record | {"ranks": ranks, "of_ranks": rows}
