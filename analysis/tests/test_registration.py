@@ -1,10 +1,10 @@
-"""The tables of registered memory and of PyTorch programs of two ranks, from records of their programs."""
+"""The tables of registered memory and of communicators, from records of `experiments register`."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from vramlab_analysis.pages.registration import communicator_table, registration_table, torch_rows, verdict
+from vramlab_analysis.pages.registration import communicator_table, registration_table, verdict
 
 
 def _time(operation: str, mode: str, launch: str, ns: int, size: int = 2**28) -> dict[str, Any]:
@@ -43,18 +43,3 @@ def test_memory_grows_with_communicators() -> None:
     memory = [{"count": 1, "device_bytes": 300 * 2**20}, {"count": 8, "device_bytes": 2**30, "counted_bytes": 2**29}]
     rows = communicator_table({"communicators": {"memory": memory}}).splitlines()
     assert rows[2:] == ["| 1 | 300 | not counted |", "| 8 | 1,024 | 512 |"]
-
-
-def test_programs_are_compared_with_native() -> None:
-    def result(reserved: int, digest: str) -> dict[str, Any]:
-        ranks = [{"peak_reserved": reserved, "peak_active": 2**30, "ms": ms} for ms in (40.0, 50.0)]
-        return {"losses_sha256": digest, "of_ranks": ranks}
-
-    rows = torch_rows([
-        ({"program": "fsdp_gpt2", "alloc": "native"}, result(2**31, "a")),
-        ({"program": "fsdp_gpt2", "alloc": "remap"}, result(2**30, "a")),
-        ({"program": "fsdp_gpt2", "alloc": "gmlake"}, result(2**30, "b")),
-        ({"program": "fsdp_moe", "alloc": "native"}, {"oom": "out of memory"}),
-    ])  # fmt: skip
-    assert [row[-1] for row in rows] == ["differ", "equal", "equal", "out of memory"]
-    assert rows[1][2:5] == ["2,048", "2.000", "50.0"]

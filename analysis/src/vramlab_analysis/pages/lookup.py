@@ -12,12 +12,14 @@ from vramlab_analysis.errors import AnalysisError
 from vramlab_analysis.pages import (  # noqa: F401
     acceptance_list,
     any_program,
+    buckets,
     field,
     inside_pytorch,
     offload,
     ranks,
     registration,
     replays,
+    sharded,
     training,
 )
 from vramlab_analysis.pages.registry import GROUPS, TABLES, Scalar, flat

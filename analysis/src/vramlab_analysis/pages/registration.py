@@ -1,19 +1,15 @@
-"""Several GPUs: memory that NCCL registers, its own memory, second streams, and PyTorch programs under FSDP 2."""
+"""Several GPUs: memory that NCCL registers, and the memory of its communicators."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cache
-from statistics import median
 from typing import Any
 
 from vramlab_analysis import repository
 from vramlab_analysis.errors import AnalysisError, read_json
-from vramlab_analysis.experiments import Entry, results
-from vramlab_analysis.pages.cells import span
 from vramlab_analysis.pages.registry import group, markdown, table
 
-MICRO = 1e6
 MIB = 2**20
 OPERATIONS = {
     "all-reduce-in-place": "all-reduce in place",
@@ -52,6 +48,14 @@ def sum_times(kind: Mapping[str, Any], operation: str, launch: str) -> dict[str,
     largest = max((row["bytes"] for row in times), default=0)
     chosen = (row for row in times if (row["operation"], row["launch"], row["bytes"]) == (operation, launch, largest))
     return {row["mode"]: row["p50_ns"] / 1e3 for row in chosen}
+
+
+def largest() -> dict[str, dict[str, dict[str, float]]]:
+    """Median times of the largest collectives of the newest record, by kind, `operation.launch` and mode."""
+    return {
+        kind["kind"]: {f"{operation}.{launch}": sum_times(kind, operation, launch) for operation, launch in COLUMNS}
+        for kind in _record()["kinds"]
+    }
 
 
 def _cell(times: Mapping[str, float]) -> str:
@@ -119,73 +123,3 @@ def values() -> Mapping[str, Any]:
         "windows": sum(verdict(kind, "window") == "yes" for kind in kinds),
         "grid": blocks,
     }
-
-
-# Rows of the table of the spec `ranks-buffers`: options that differ, in words.
-def _row_of(entry: Entry) -> str:
-    options = entry.options
-    if entry.arm == "streams":
-        return f"`--comm-streams {options['comm-streams']} --buffers {options['buffers']}`"
-    if entry.arm == "shared":
-        return f"`{options['alloc']}`, open to peers, registered"
-    source, register, launch = (options[name] for name in ("bucket-source", "register", "launch"))
-    return f"`--bucket-source {source} --register {register} --launch {launch}`"
-
-
-def _of_ranks(entries: Iterable[Entry], name: str) -> list[float]:
-    """The largest value of the ranks, for each run."""
-    return [max(rank[name] for rank in entry.record.summary["ranks"]) for entry in entries]
-
-
-@table("ranks-buffers")
-def buffers() -> str:
-    """By streams, lifetime, source and registration: the slower rank's step, peaks of active and pending memory."""
-    rows: dict[str, list[Entry]] = {}
-    for entry in results("ranks-buffers", "gpu").runs:
-        if entry.done:
-            rows.setdefault(_row_of(entry), []).append(entry)
-    body = []
-    for words, entries in rows.items():
-        steps = [MICRO * step for step in _of_ranks(entries, "step_s")]
-        peaks = [max(_of_ranks(entries, f"peak_{name}_bytes")) / MIB for name in ("reserved", "active", "pending")]
-        body.append([
-            words,
-            f"{median(steps):,.0f} ({span(round(step) for step in steps)})",
-            *(f"{peak:,.1f}" for peak in peaks),
-        ])  # fmt: skip
-    head = ["", "µs a step, the slower rank", "reserved, MiB", "active, MiB", "pending, MiB"]
-    return markdown(head, body)
-
-
-def torch_rows(runs: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> list[list[str]]:
-    """Rows of programs of several ranks: peak reserved, reserved over active, step, and equality of losses."""
-    by_row: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-    for options, result in runs:
-        by_row.setdefault((str(options["program"]), str(options["alloc"])), []).append(result)
-    native = {program: found[0].get("losses_sha256") for (program, alloc), found in by_row.items() if alloc == "native"}
-    body = []
-    for (program, alloc), found in sorted(by_row.items()):
-        done = [result for result in found if result.get("of_ranks")]
-        if not done:
-            body.append([f"`{program}`", f"`{alloc}`", "-", "-", "-", found[0].get("oom") or "failed"])
-            continue
-        ranks = [rank for result in done for rank in result["of_ranks"]]
-        ratio = max(rank["peak_reserved"] / rank["peak_active"] for rank in ranks)
-        same = all(result["losses_sha256"] == native.get(program) for result in done)
-        body.append([
-            f"`{program}`",
-            f"`{alloc}`",
-            f"{max(rank['peak_reserved'] for rank in ranks) / MIB:,.0f}",
-            f"{ratio:.3f}",
-            f"{median(max(rank['ms'] for rank in result['of_ranks']) for result in done):.1f}",
-            "equal" if same else "differ",
-        ])  # fmt: skip
-    return body
-
-
-@table("ranks-torch")
-def torch_programs() -> str:
-    """PyTorch programs of two ranks under FSDP 2, by allocator."""
-    runs = [(entry.options, entry.result) for entry in results("ranks-torch", "gpu").runs if entry.done]
-    head = ["program", "allocator", "peak reserved, MiB", "reserved over active", "ms a step", "losses"]
-    return markdown(head, torch_rows(runs), left=2)

@@ -1,0 +1,129 @@
+"""PyTorch programs of two ranks under FSDP 2 by allocator, and what papers report of other programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from statistics import median
+from typing import Any
+
+from vramlab_analysis.experiments import results
+from vramlab_analysis.pages.cells import build, dates
+from vramlab_analysis.pages.registry import group, markdown, table
+
+MIB = 2**20
+# Allocators of PyTorch with which each step is compared.
+BASES = ("native", "expandable")
+# Gigabytes that papers report: model, PyTorch's cache, expandable segments, the paper's allocator, live memory.
+PUBLISHED = {
+    "[STAlloc](https://arxiv.org/abs/2507.16274)": [
+        ("Llama-7B", 21.05, 18.18, 14.1, 13.85),
+        ("Qwen-MoE", 50.6, 27.0, 31.9, None),
+    ],
+}
+Run = tuple[Mapping[str, Any], int, Mapping[str, Any]]
+
+
+def _by_cell(runs: Iterable[Run]) -> dict[str, dict[str, dict[int, Mapping[str, Any]]]]:
+    """Results by program, allocator and repeat."""
+    cells: dict[str, dict[str, dict[int, Mapping[str, Any]]]] = {}
+    for options, repeat, result in runs:
+        cells.setdefault(str(options["program"]), {}).setdefault(str(options["alloc"]), {})[repeat] = result
+    return cells
+
+
+def _ms(result: Mapping[str, Any]) -> float:
+    """The step of the slower rank."""
+    return float(max(rank["ms"] for rank in result["of_ranks"]))
+
+
+def _over(cell: Mapping[int, Mapping[str, Any]], base: Mapping[int, Mapping[str, Any]]) -> float | None:
+    """Median over the repeats that both have of the step over that of the base."""
+    both = [repeat for repeat in cell if cell[repeat].get("of_ranks") and base.get(repeat, {}).get("of_ranks")]
+    return median(_ms(cell[repeat]) / _ms(base[repeat]) for repeat in both) if both else None
+
+
+def cells(runs: Iterable[Run]) -> dict[str, dict[str, dict[str, Any]]]:
+    """By program and allocator: reserved in MiB and over active by rank, the step in ms and over the bases, losses.
+
+    A cell that did not finish has only its error.
+    """
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for program, allocs in _by_cell(runs).items():
+        native = {result.get("losses_sha256") for result in allocs.get("native", {}).values()}
+        for alloc, repeats in allocs.items():
+            done = [result for result in repeats.values() if result.get("of_ranks")]
+            if not done:
+                error = next(iter(repeats.values())).get("oom") or "failed"
+                found.setdefault(program, {})[alloc] = {"error": error}
+                continue
+            ranks = list(zip(*(result["of_ranks"] for result in done), strict=True))
+            digests = {result["losses_sha256"] for result in done}
+            steps = {base: _over(repeats, allocs.get(base, {})) for base in BASES}
+            found.setdefault(program, {})[alloc] = {
+                "runs": len(done),
+                "reserved": [max(rank["peak_reserved"] for rank in each) / MIB for each in ranks],
+                "ratio": [max(rank["peak_reserved"] / rank["peak_active"] for rank in each) for each in ranks],
+                "ms": median(map(_ms, done)),
+                "over": {base: ratio for base, ratio in steps.items() if ratio is not None},
+                "losses": "equal" if digests == native and len(native) == 1 else "differ",
+            }
+    return found
+
+
+def torch_rows(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[list[str]]:
+    """Rows of the table of programs of several ranks."""
+    body = []
+    for program, allocs in sorted(found.items()):
+        for alloc, cell in allocs.items():
+            head = [f"`{program}`", f"`{alloc}`"]
+            if "error" in cell:
+                body.append([*head, "-", "-", "-", "-", "-", cell["error"]])
+                continue
+            over = [f"{cell['over'][base]:.3f}" if base in cell["over"] else "-" for base in BASES]
+            reserved = ", ".join(f"{bytes_:,.0f}" for bytes_ in cell["reserved"])
+            ratios = ", ".join(f"{ratio:.3f}" for ratio in cell["ratio"])
+            body.append([*head, reserved, ratios, f"{cell['ms']:.1f}", *over, cell["losses"]])
+    return body
+
+
+def _runs() -> list[Run]:
+    experiment = results("ranks-torch", "gpu")
+    done = [entry for entry in experiment.runs if entry.done]
+    return [(entry.options, int(entry.meta["repeat"]), entry.result) for entry in done]
+
+
+@table("ranks-torch")
+def torch_programs() -> str:
+    """PyTorch programs of two ranks under FSDP 2, by allocator."""
+    head = ["program", "allocator", "reserved by rank, MiB", "over active, by rank", "ms a step"]
+    return markdown([*head, "over `native`", "over `expandable`", "losses"], torch_rows(cells(_runs())), left=2)
+
+
+@group("ranks-torch")
+def values() -> Mapping[str, Any]:
+    """`cells` of the newest record, the numbers of runs, the machine, the day and the build."""
+    found = cells(_runs())
+    counts = [cell["runs"] for allocs in found.values() for cell in allocs.values() if "runs" in cell]
+    experiment = results("ranks-torch", "gpu")
+    metas = [entry.meta for entry in experiment.runs if entry.done]
+    finished = [cell for allocs in found.values() for cell in allocs.values() if "losses" in cell]
+    return found | {
+        "runs": {"least": min(counts), "most": max(counts)},
+        "cells": {"all": len(finished), "equal": sum(cell["losses"] == "equal" for cell in finished)},
+        "machine": experiment.machine,
+        "build": build(metas[0].get("provenance")),
+        "day": dates(str(meta["started_at"]) for meta in metas),
+    }
+
+
+@table("published-fragmentation")
+def published() -> str:
+    """What papers report, in gigabytes, and over live memory where they have it."""
+    body = []
+    for paper, models in PUBLISHED.items():
+        for model, *reserved, live in models:
+            over = [f"{size / live:.2f}" if live else "not reported" for size in reserved]
+            body.append([paper, model, *(f"{size:g}" for size in reserved), *over])
+    names = ("PyTorch's cache", "expandable segments", "the paper's")
+    heads = [f"{name}, GB" for name in names] + [f"{name} over live" for name in names]
+    return markdown(["paper", "model", *heads], body, left=2)
