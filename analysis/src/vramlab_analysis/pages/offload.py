@@ -66,9 +66,7 @@ def of_runs(runs: Iterable[tuple[str, Mapping[str, Any], Mapping[str, Any]]]) ->
             steps = {repeat: statistics.median(line["step_s"]) for repeat, line in found.items()}
             base = {repeat: statistics.median(line["step_s"]) for repeat, line in own.items()}
             middle, low, high = inside.median_interval(steps[repeat] / base[repeat] for repeat in both)
-            asked, pinned = (
-                max(line[key] for line in found.values()) for key in ("requested_bytes", "reserved_bytes")
-            )
+            asked, pinned = (max(line[key] for line in found.values()) for key in ("requested_bytes", "reserved_bytes"))
             out[program, host] = {
                 "requested_bytes": asked,
                 "reserved_over_requested": pinned / asked,
