@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from vramlab_analysis.errors import AnalysisError
 from vramlab_analysis.pages.offload import GIB, HOSTS, PROGRAMS, of_runs, table_of, values_of
 

@@ -67,7 +67,7 @@ pub(crate) fn read(path: &Path, reading: &ReadArgs) -> Result<HostRecording> {
     if trace.requests() == 0 {
         bail!("{file}: the trace has no request");
     }
-    Ok(HostRecording { trace, origins, settings: HostPyTorchSettings::default() })
+    Ok(HostRecording { trace, origins, settings: recorded_settings(&summary) })
 }
 
 /// The pinned memory of a snapshot; `None` if it has none.
@@ -109,6 +109,9 @@ pub(crate) fn recorded_settings(summary: &Summary) -> HostPyTorchSettings {
     if summary.format.is_snapshot() {
         let release = if summary.keys.has("internal_metadata") { HostRelease::R2_15 } else { HostRelease::R2_14 };
         out.release = release;
+    } else if let Some(release) = summary.allocator_settings.get("release").and_then(Value::as_str) {
+        // Without a known release the newest one's rules are followed.
+        let _ = out.set("release", release);
     }
     for setting in
         HostPyTorchSettings::default().list().into_iter().filter(|setting| setting.name.starts_with("pinned_"))

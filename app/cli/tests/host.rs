@@ -101,6 +101,71 @@ fn requests_of_any_trace_are_replayed_as_host_memory() {
     assert!(limited[0]["failed_allocations"] != 0 && limited[1]["failed_allocations"] == 0, "{limited:?}");
 }
 
+/// Requests as the recorder in PyTorch writes them, under a thresholded release: 100 MiB are exact, 3 MiB are rounded.
+fn recorded_requests(settings: &Value) -> String {
+    let line = |at: u64, action: &str, addr: u64, size: u64, more: Value| {
+        let mut line = json!({"time_ns": at, "action": action, "addr": addr << 30, "size": size, "stream": 0});
+        line.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        line.to_string() + "\n"
+    };
+    let frames = json!({"stack": 3, "frames": [{"name": "load", "filename": "loader.py", "line": 7}]});
+    [
+        line(1, "segment_alloc", 1, 4 * MIB, json!({"allocator_settings": settings})),
+        line(2, "alloc", 1, 3 * MIB, frames),
+        line(3, "record_use", 1, 3 * MIB, json!({})),
+        line(4, "free_requested", 1, 3 * MIB, json!({"deferred": true})),
+        line(5, "segment_alloc", 2, 4 * MIB, json!({})),
+        line(6, "alloc", 2, 3 * MIB, json!({"stack": 3})),
+        line(7, "free_completed", 1, 3 * MIB, json!({})),
+        line(8, "alloc", 1, 3 * MIB, json!({})),
+        line(9, "segment_alloc", 3, 100 * MIB, json!({})),
+        line(10, "alloc", 3, 100 * MIB, json!({})),
+    ]
+    .concat()
+}
+
+#[test]
+fn requests_that_pytorch_recorded_are_replayed_as_it_served_them() {
+    let test_dir = TestDir::new();
+    let settings = json!({"release": "2.14", "pinned_max_round_threshold_mb": "64"});
+    test_dir.file("pid1-host.jsonl", recorded_requests(&settings));
+    let rows = rows(&test_dir, &["pid1-host.jsonl", "--alloc", "host-pytorch,host-exact"]);
+    let (pytorch, exact) = (&rows[0], &rows[1]);
+    assert_eq!(pytorch["sizes"], "requested");
+    assert_eq!((&pytorch["differences"], &pytorch["contradictions"]), (&0.into(), &0.into()));
+    assert_eq!(pytorch["peak_reserved_bytes"], 108 * MIB);
+    assert_eq!(pytorch["recorded_peak_reserved_bytes"], 108 * MIB);
+    assert_eq!((&pytorch["peak_live_bytes"], &pytorch["deferred_frees"]), (&(106 * MIB).into(), &1.into()));
+    assert_eq!(pytorch["allocator_settings"]["release"], "R2_14");
+    assert!(exact["peak_reserved_bytes"].as_u64().unwrap() <= 108 * MIB, "{exact}");
+    let screen = test_dir.run(&["replay", "pid1-host.jsonl", "--host", "--alloc", "host-pytorch"]).ok().stdout;
+    for part in ["recorded: 108 MiB", "loader.py:7", "rounding at peak"] {
+        assert!(screen.contains(part), "{part}: {screen}");
+    }
+    // Without the settings all is rounded, which is not what was recorded.
+    test_dir.file("other.jsonl", recorded_requests(&json!({"release": "2.11"})));
+    let other = &self::rows(&test_dir, &["other.jsonl", "--alloc", "host-pytorch"])[0];
+    assert_eq!((&other["peak_reserved_bytes"], &other["differences"]), (&(136 * MIB).into(), &0.into()));
+}
+
+#[test]
+fn settings_of_recorded_requests_may_be_anything() {
+    let test_dir = TestDir::new();
+    for settings in [json!({"release": 7}), json!({"release": "1.2", "pinned_reserve_segment_size_mb": "x"}), json!({})]
+    {
+        test_dir.file("pid1-host.jsonl", recorded_requests(&settings));
+        let rows = rows(&test_dir, &["pid1-host.jsonl", "--alloc", "host-pytorch"]);
+        assert_eq!(rows[0]["peak_reserved_bytes"], 136 * MIB, "{settings}");
+    }
+    // A threshold that the release does not have.
+    let settings = json!({"release": "2.11", "pinned_max_round_threshold_mb": "64"});
+    test_dir.file("pid1-host.jsonl", recorded_requests(&settings));
+    let replay = ["replay", "--host", "pid1-host.jsonl", "--alloc", "host-pytorch"];
+    test_dir.run(&replay).refused(2, &["pinned_max_round_threshold_mb is of PyTorch 2.13 and newer; this is 2.11"]);
+    test_dir.file("list.jsonl", recorded_requests(&json!([1])));
+    test_dir.run(&["replay", "--host", "list.jsonl"]).refused(2, &["list.jsonl", "line 1"]);
+}
+
 #[test]
 fn a_simulated_host_has_no_device_of_its_own() {
     let test_dir = TestDir::new();

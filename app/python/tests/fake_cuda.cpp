@@ -20,6 +20,19 @@ thread_local int current = 0;
 thread_local cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;
 std::mutex lock;
 std::set<cudaStream_t> captured;
+// Whether events that are recorded stay open, and those that do.
+bool holds = false;
+std::set<cudaEvent_t> held;
+
+cudaError_t record(cudaEvent_t event) {
+    std::lock_guard<std::mutex> guard(lock);
+    if (holds) {
+        held.insert(event);
+    } else {
+        held.erase(event);
+    }
+    return cudaSuccess;
+}
 
 // Distinct handles without content.
 template <typename Handle>
@@ -71,9 +84,18 @@ CUDA cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
 CUDA cudaError_t cudaStreamQuery(cudaStream_t) { return cudaSuccess; }
 CUDA cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }
 CUDA cudaError_t cudaEventCreateWithFlags(cudaEvent_t* to, unsigned) { return make(to); }
-CUDA cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return cudaSuccess; }
-CUDA cudaError_t cudaEventRecordWithFlags(cudaEvent_t, cudaStream_t, unsigned) { return cudaSuccess; }
-CUDA cudaError_t cudaEventQuery(cudaEvent_t) { return cudaSuccess; }
+CUDA cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t) { return record(event); }
+CUDA cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t, unsigned) { return record(event); }
+CUDA cudaError_t cudaEventQuery(cudaEvent_t event) {
+    std::lock_guard<std::mutex> guard(lock);
+    return held.count(event) > 0 ? cudaErrorNotReady : cudaSuccess;
+}
+// Tests: events that are recorded from now on complete only when this is called with 0.
+CUDA void fake_hold_events(int hold) {
+    std::lock_guard<std::mutex> guard(lock);
+    holds = hold != 0;
+    if (!holds) held.clear();
+}
 CUDA cudaError_t cudaEventSynchronize(cudaEvent_t) { return cudaSuccess; }
 CUDA cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
 
@@ -117,6 +139,8 @@ CUDA cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* to,
     return *to = 8, cudaSuccess;
 }
 
+CUDA cudaError_t cudaHostRegister(void*, size_t, unsigned) { return cudaSuccess; }
+CUDA cudaError_t cudaHostUnregister(void*) { return cudaSuccess; }
 CUDA cudaError_t cudaMalloc(void** to, size_t bytes) {
     return *to = std::aligned_alloc(512, (bytes + 511) / 512 * 512), cudaSuccess;
 }

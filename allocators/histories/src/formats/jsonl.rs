@@ -1,11 +1,12 @@
-//! Our own `trace.jsonl`, as written by `trainer --trace` and by `vramlab run` for CUDA programs: one JSON object per line. It also
-//! contains how requests were served, which PyTorch's format does not.
+//! Our own `trace.jsonl`, as written by `trainer --trace`, by `vramlab run` for CUDA programs, and for pinned memory by our recorder in
+//! PyTorch: one JSON object per line. It also contains how requests were served, which PyTorch's format does not.
 //!
 //! A line may have a call stack: its number as `stack`, and in the first line with that number its `frames`, each with `name`,
 //! `filename` and `line`, the innermost first.
 //!
 //! A free completes immediately, unless its line has `"deferred": true`: then a line `free_completed` follows where its last use has
-//! completed. `trainer --trace` does not write when a deferred free completed. For a failed request the free bytes are unknown and 0
+//! completed. `trainer --trace` does not write when a deferred free completed. The first line of pinned memory has the settings of
+//! PyTorch's host allocator as `allocator_settings`. For a failed request the free bytes are unknown and 0
 //! here. `analysis/schema.md` describes the fields.
 
 use super::error::Place;
@@ -16,6 +17,7 @@ use super::origins::{Frame, Origin, Origins, StackId};
 use super::summary::{Receiver, emit_from};
 use super::{Action, BlockPlace, Event, Format, ReadError, ReadOptions, Summary, read as file};
 use serde::Deserialize;
+use serde_json::{Map, Value};
 use std::borrow::Cow;
 use std::collections::HashMap;
 use std::io::{Error, ErrorKind};
@@ -39,6 +41,8 @@ struct Line<'l> {
     stack: Option<u64>,
     #[serde(default, borrow)]
     frames: Option<Vec<LineFrame<'l>>>,
+    #[serde(default)]
+    allocator_settings: Option<Map<String, Value>>,
 }
 
 /// A frame of a call stack.
@@ -95,7 +99,10 @@ fn read(input: &mut Input<'_>, options: &ReadOptions, receiver: &mut Receiver<'_
     let mut stacks = Stacks { by_number: HashMap::new(), claim: options.budget.claim() };
     let mut lines = Lines::new(input);
     while let Some(text) = lines.next()? {
-        let parsed = parse(text).map(|(line, event)| {
+        let parsed = parse(text).map(|(mut line, event)| {
+            if let Some(settings) = line.allocator_settings.take() {
+                summary.allocator_settings = settings;
+            }
             let origin = receiver.wants_origins.then(|| stacks.origin(&line, &mut receiver.origins));
             (event, origin.unwrap_or_else(|| Ok(Origin::default())), line.deferred)
         });

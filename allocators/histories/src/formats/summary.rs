@@ -28,7 +28,7 @@ pub struct Summary {
     pub segments: Vec<Segment>,
     /// Pools of the events that allocate or release segments, in the order of the file: PyTorch 2.12 and later record them.
     pub segment_pools: Vec<SegmentPool>,
-    /// PyTorch's `allocator_settings`; empty for other formats.
+    /// PyTorch's `allocator_settings`, of a trace of pinned memory those of its host allocator; empty for other formats.
     pub allocator_settings: serde_json::Map<String, serde_json::Value>,
     /// Number of PyTorch's `external_annotations`.
     pub external_annotations: u64,

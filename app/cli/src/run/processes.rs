@@ -46,6 +46,12 @@ pub(crate) struct Process {
     pub(crate) devices: Vec<Gpu>,
     /// Most bytes of pinned memory of the host, which PyTorch rounds to powers of two; `null` where it does not count them.
     pub(crate) pinned_bytes: Option<u64>,
+    /// Most bytes of it that the program requested at once, before rounding; `null` where nothing counted them.
+    #[serde(default)]
+    pub(crate) pinned_requested_bytes: Option<u64>,
+    /// File of the requests, for `vramlab replay --host`; `null` without one.
+    #[serde(default)]
+    pub(crate) pinned_history: Option<String>,
     /// Times between the steps of the optimizer that stepped most often.
     pub(crate) step_ns: Vec<u64>,
     /// What an allocator says that PyTorch has no word for.
@@ -160,6 +166,10 @@ pub(super) fn read_records(folder: &Folder) -> Records {
                     process.snapshots.into_iter().partition(|one| one.why == "running");
                 process.snapshots = written;
                 process.snapshots.extend(unfinished.iter().flat_map(|one| left_behind(&folder.path, one)));
+                // It is made at the first request.
+                let is_there =
+                    |file: &String| folder.path.join(file).symlink_metadata().is_ok_and(|file| file.is_file());
+                process.pinned_history = process.pinned_history.filter(is_there);
                 out.processes.push(process);
             }
             Ok(None) => {}
@@ -215,7 +225,9 @@ fn read(path: &Path, run: &str) -> Result<Option<Process>, Error> {
     process.torch = short(&process.torch);
     process.allocator = process.allocator.as_deref().map(short);
     // Its snapshots lie beside it.
-    process.snapshots.retain(|snapshot| Path::new(&snapshot.file).file_name() == Some(snapshot.file.as_ref()));
+    let is_beside = |file: &String| Path::new(file).file_name() == Some(file.as_ref());
+    process.snapshots.retain(|snapshot| is_beside(&snapshot.file));
+    process.pinned_history = process.pinned_history.filter(is_beside);
     Ok(Some(process))
 }
 

@@ -174,6 +174,7 @@ impl Summary {
             let most = peaks.max().map_or(String::new(), |bytes| format!(", reserved {} at most", Bytes(bytes)));
             out.push(format!("         and {} more{most}", many(rest)));
         }
+        out.extend(self.processes[..shown].iter().filter_map(|process| self.pinned_line(process)));
         let of_torch = self.cuda.iter().filter(|cuda| self.processes.iter().any(|process| process.pid == cuda.pid));
         out.extend(
             of_torch.filter_map(|cuda| cuda.pinned.as_ref()).map(|pinned| format!("         {}", pinned.line())),
@@ -203,6 +204,18 @@ impl Summary {
             out.push(format!("Next: {next}"));
         }
         out
+    }
+
+    /// Pinned memory that a process requested, and the way to its replay.
+    fn pinned_line(&self, process: &Process) -> Option<String> {
+        let file = process.pinned_history.as_ref()?;
+        let bytes = match (process.pinned_bytes, process.pinned_requested_bytes) {
+            (Some(pinned), Some(requested)) => format!("{} pinned for {} requested", Bytes(pinned), Bytes(requested)),
+            _ => "requests of pinned memory until it was ended".to_owned(),
+        };
+        let file = quoted(&self.folder.join(file).to_string_lossy());
+        let replay = command("vramlab", &format!("replay {file} --host --alloc host-pytorch,host-exact"));
+        Some(format!("pinned   {}: {bytes}; {replay}", process.shown()))
     }
 
     /// The host's memory, where the program pinned some or it ran short.
@@ -317,7 +330,7 @@ fn of_process(process: &Process) -> String {
         None => counted(process.count("num_device_alloc") + process.count("num_device_free"), "driver call"),
     };
     let mut out = format!("{label}{gap} {} at most; {calls}", figures.join(", "));
-    if let Some(bytes @ 1..) = process.pinned_bytes {
+    if let Some(bytes @ 1..) = process.pinned_bytes.filter(|_| process.pinned_history.is_none()) {
         out += &format!(", {} pinned on the host", Bytes(bytes));
     }
     for (key, what) in [("num_alloc_retries", "release of the cache"), ("num_ooms", "out-of-memory")] {

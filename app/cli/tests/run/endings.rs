@@ -79,6 +79,38 @@ fn a_record_may_say_anything() {
 }
 
 #[test]
+fn pinned_memory_that_was_requested_has_a_line_with_its_replay() {
+    let requests = r#"{"time_ns": 1, "action": "alloc", "addr": 64, "size": 3145728, "stream": 0}"#;
+    for (name, bytes, expected) in [
+        ("p-host.jsonl", "4194304", Some("4 MiB pinned for 3 MiB requested; ")),
+        ("p-host.jsonl", "null", Some("requests of pinned memory until it was ended; ")),
+        ("missing-host.jsonl", "4194304", None),
+        ("../p-host.jsonl", "4194304", None),
+    ] {
+        let test_dir = TestDir::new();
+        let pinned =
+            format!(r#""pinned_bytes": {bytes}, "pinned_requested_bytes": 3145728, "pinned_history": "{name}""#);
+        let told =
+            hostile_record("0", "").replace(r#""pinned_bytes": null"#, &pinned).replace("18446744073709551615", "1");
+        let script = format!("echo '{requests}' > \"$VRAMLAB_OUTPUT/p-host.jsonl\"; {told}");
+        let (status, said) = ended(into_out(&test_dir, &[], &script));
+        assert_eq!(status.code(), Some(7), "{said}");
+        let line = said.lines().find(|line| line.starts_with("pinned   rank 0: "));
+        let Some(expected) = expected else {
+            assert_eq!(line, None, "{said}");
+            assert!(record(&test_dir, "out")["processes"][0]["pinned_history"].is_null());
+            continue;
+        };
+        let line = line.unwrap_or_else(|| panic!("{said}"));
+        assert!(line.contains(expected), "{line}");
+        let words: Vec<&str> = line.split(' ').skip_while(|word| *word != "replay").collect();
+        assert_eq!(words[1], "out/p-host.jsonl", "{line}");
+        let screen = test_dir.run(&words).ok().stdout;
+        assert!(screen.contains("host-exact") && screen.contains("peak pinned"), "{screen}");
+    }
+}
+
+#[test]
 fn a_pipe_that_is_called_like_a_record_keeps_no_signal() {
     let test_dir = TestDir::new();
     let script = r#"mkfifo "$VRAMLAB_OUTPUT/p.process.json"; trap 'echo usr' USR1; trap 'echo term; exit 5' TERM; echo ready

@@ -13,6 +13,11 @@ from vramlab._library import Error, library
 # Settings of PyTorch that `host-pytorch` has, too.
 _SETTING = re.compile(r"\b(pinned_(?:max_round_threshold_mb|max_cached_size_mb|reserve_segment_size_mb)):(\d+)")
 _BACKGROUND = re.compile(r"\bpinned_use_background_threads:(?:True|true)")
+# Settings by which it pins; a recording names them.
+_REGISTERS = re.compile(r"\bpinned_use_cuda_host_register:(?:True|true)")
+_THREADS = re.compile(r"\b(pinned_num_register_threads):(\d+)")
+# With these a segment is not one block that stays.
+_SHARED = ("pinned_max_cached_size_mb", "pinned_reserve_segment_size_mb")
 
 
 class _Host:
@@ -28,6 +33,7 @@ class _Host:
             ("watch", ctypes.c_int, []),
             ("requested", ctypes.c_int, [ctypes.POINTER(ctypes.c_uint64)]),
             ("handle", ctypes.c_void_p, []),
+            ("listen", ctypes.c_int, [ctypes.c_void_p]),
         ):
             function: Any = getattr(self.functions, f"vramlab_host_{name}")
             function.restype, function.argtypes = result, arguments
@@ -77,14 +83,39 @@ def _as_torch(asked: str) -> str:
     name, _, given = asked.partition(":")
     if name != "host-pytorch":
         return asked
-    text = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or ""
+    conf = _settings()
+    named = {part.partition("=")[0] for part in given.split(",")}
+    added = [f"{key}={value}" for key, value in conf.items() if key not in named]
+    return f"{name}:{','.join(([given] if given else []) + added)}" if added else asked
+
+
+def _conf_text() -> str:
+    return os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or ""
+
+
+def _settings() -> dict[str, str]:
+    """PyTorch's release and its settings of pinned memory, by the names and in the words of `host-pytorch`."""
+    text = _conf_text()
     conf = dict(_SETTING.findall(text))
     if _BACKGROUND.search(text):
         conf["pinned_use_background_threads"] = "on"
     conf["release"] = ".".join(map(str, _build.Torch.installed().minor))
-    named = {part.partition("=")[0] for part in given.split(",")}
-    added = [f"{key}={value}" for key, value in conf.items() if key not in named]
-    return f"{name}:{','.join(([given] if given else []) + added)}" if added else asked
+    return conf
+
+
+def recorded_settings() -> tuple[dict[str, str], bool]:
+    """The settings for a recording of requests, and whether each segment of PyTorch's own allocator is one block."""
+    text = _conf_text()
+    conf = _settings() | dict(_THREADS.findall(text))
+    if _REGISTERS.search(text):
+        conf["pinned_use_cuda_host_register"] = "on"
+    return conf, not any(name in conf for name in _SHARED)
+
+
+def listen(listener: int) -> None:
+    """Lets the recorder hear of the requests that VramLab's allocator serves from now on."""
+    host = _loaded()
+    host.check(host.listen(listener))
 
 
 def watch() -> None:

@@ -13,6 +13,7 @@ import ctypes
 import functools
 import inspect
 import io
+import json
 import os
 import pickle
 import struct
@@ -107,6 +108,9 @@ class _Recorder:
         begin = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_uint64]
         self.functions.vramlab_recorder_begin.argtypes = begin
         self.functions.vramlab_recorder_pinned.restype = ctypes.c_uint64
+        self.functions.vramlab_recorder_pinned_listener.restype = ctypes.c_void_p
+        log = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_int, ctypes.c_uint64]
+        self.functions.vramlab_recorder_log_pinned.argtypes = log
         layout = _frames.measure()
         self.reads_frames = False
         if layout is not None:
@@ -158,12 +162,35 @@ class Recording:
         functions = recorder.functions
         if functions.vramlab_recorder_begin(stem, ending, frames == "alloc", frames_from) != 0:
             raise RuntimeError(functions.vramlab_recorder_error().decode(errors="replace"))
+        self.frames, self.frames_from = frames == "alloc", frames_from
         _Recorder.busy = True
 
-    def watch_pinned(self) -> None:
-        """Counts the pinned host memory that is requested of PyTorch's own allocator from now on."""
-        if self.recorder.functions.vramlab_recorder_watch_pinned() != 0:
+    def _check(self, failed: int) -> None:
+        if failed != 0:
             raise RuntimeError(self.recorder.functions.vramlab_recorder_error().decode(errors="replace"))
+
+    def watch_pinned(self, path: Path, *, served: bool) -> None:
+        """Writes the requests of pinned host memory to a file from now on, and counts them.
+
+        The file is made at the first request. `served`: VramLab's allocator serves them, and not PyTorch's own.
+        """
+        from vramlab import _pinned
+
+        functions = self.recorder.functions
+        settings, has_segments = _pinned.recorded_settings()
+        text = json.dumps(settings).encode()
+        name = os.fsencode(path.absolute())
+        self._check(
+            functions.vramlab_recorder_log_pinned(name, text, int(has_segments), int(self.frames), self.frames_from)
+        )
+        if served:
+            _pinned.listen(functions.vramlab_recorder_pinned_listener())
+        else:
+            self._check(functions.vramlab_recorder_watch_pinned())
+
+    def has_pinned(self) -> bool:
+        """Whether there was a request of pinned memory."""
+        return bool(self.recorder.functions.vramlab_recorder_has_pinned_log())
 
     def pinned(self) -> int:
         """The most bytes of it that the program held at once, before rounding."""

@@ -123,11 +123,12 @@ class Recorder:
             frames=_record.check_frames(os.environ.get("VRAMLAB_FRAMES") or "alloc"),
             frames_from=_number("VRAMLAB_FRAMES_FROM", int, 0),
         )
-        if isinstance(self.recording, _record.Recording) and self._host_allocator() is None:
+        if isinstance(self.recording, _record.Recording):
             try:
-                self.recording.watch_pinned()
+                served = self._host_allocator() is not None
+                self.recording.watch_pinned(self.folder / self._pinned_name, served=served)
             except Exception as error:
-                say(f"what is requested of pinned memory is not counted: {error}")
+                say(f"what is requested of pinned memory is not recorded: {error}")
         attach = getattr(self.torch._C, "_cuda_attach_out_of_memory_observer", None)
         if attach is not None:
             attach(self._out_of_memory)
@@ -149,6 +150,11 @@ class Recorder:
         """The prefix of this process's file names."""
         rank = _rank()
         return f"pid{self.pid}" if rank is None else f"rank{rank}-pid{self.pid}"
+
+    @property
+    def _pinned_name(self) -> str:
+        """The file of the requests of pinned memory."""
+        return f"{self.name}-host.jsonl"
 
     def write(self, why: str) -> None:
         """Writes a complete recording so far: `NAME.pickle` at the end, else `NAME.WHY-N.pickle`."""
@@ -218,6 +224,7 @@ class Recorder:
             "host_allocator": self._host_allocator(),
             "pinned_bytes": self._pinned() if state == "ended" else None,
             "pinned_requested_bytes": self._pinned_requested() if state == "ended" else None,
+            "pinned_history": self._pinned_history(state),
             "step_ns": self._step_times(),
             "allocator_stats": self._own_stats() if state == "ended" else None,
         }
@@ -280,6 +287,12 @@ class Recorder:
         except Exception as error:
             say(f"what was requested of pinned memory: {error}")
             return None
+
+    def _pinned_history(self, state: str) -> str | None:
+        """The file of the requests of pinned memory: of a running process it may not be there yet."""
+        if not isinstance(self.recording, _record.Recording):
+            return None
+        return self._pinned_name if state == "running" or self.recording.has_pinned() else None
 
     def _step_times(self) -> list[int]:
         """The intervals between steps of the optimizer that steps most often."""

@@ -143,6 +143,8 @@ class Host final : public at::HostAllocator {
 
     const std::string spec;
     Requested requested;
+    // What hears of requests, if anything; never destroyed.
+    std::atomic<PinnedListener*> listener{nullptr};
 
     c10::DataPtr allocate(size_t bytes) override {
         TORCH_CHECK(!is_forked, "vramlab: pinned memory: this process was forked from one that had pinned memory; start it "
@@ -151,6 +153,8 @@ class Host final : public at::HostAllocator {
         if (bytes == 0) return {nullptr, nullptr, &free_block, cpu};
         vramlab* handle = open();
         free_retired(handle);
+        PinnedListener* const hears = listener;
+        if (hears != nullptr) hears->before(nullptr);
         uint64_t address = 0;
         {
             const CaptureScope scope(handle);
@@ -164,6 +168,7 @@ class Host final : public at::HostAllocator {
             blocks_[address] = Block{bytes, std::move(pools)};
         }
         requested.add(bytes);
+        if (hears != nullptr) hears->allocated(address, bytes, nullptr);
         return {pointer(address), pointer(address), &free_block, cpu};
     }
 
@@ -175,6 +180,7 @@ class Host final : public at::HostAllocator {
         if (is_forked) return false;
         const uint64_t block = block_of(address, context);
         if (block == 0) return native_->record_event(address, context, stream);
+        if (PinnedListener* const hears = listener) hears->used(block, stream);
         const c10::cuda::CUDAStream of(c10::cuda::CUDAStream::UNCHECKED, stream);
         if (captures_may_run() && is_capturing(of.stream())) {
             Captures::Pools pools = captures_.of(stream);
@@ -202,14 +208,24 @@ class Host final : public at::HostAllocator {
             blocks_.erase(at);
         }
         requested.remove(block.bytes);
-        if (C10_UNLIKELY(!block.pools.empty())) return captures_.park(address, std::move(block.pools));
-        free_in_library(address);
+        PinnedListener* const hears = listener;
+        const uint64_t number = hears == nullptr ? 0 : hears->freeing(address);
+        if (C10_UNLIKELY(!block.pools.empty())) {
+            captures_.park(address, std::move(block.pools));
+        } else {
+            free_in_library(address);
+        }
+        if (number != 0) hears->freed(number);
     }
 
     void empty_cache() override {
         native_->empty_cache();
         vramlab* handle = handle_;
         if (handle == nullptr) return;
+        if (PinnedListener* const hears = listener) {
+            hears->before(nullptr);
+            hears->emptied(nullptr);
+        }
         free_retired(handle);
         const CaptureScope scope(handle);
         const vramlab_status status = library.trim(handle, 0, nullptr);
@@ -418,6 +434,16 @@ VRAMLAB_EXPORT int vramlab_host_watch() {
         watch = new Watch(at::getHostAllocator(at::kCUDA));
         at::setHostAllocator(at::kCUDA, watch);
         watch_forks();
+        return 0;
+    });
+}
+
+// Lets a listener, `vramlab_recorder_pinned_listener`, hear of requests from now on. Returns 1 without an allocator.
+VRAMLAB_EXPORT int vramlab_host_listen(void* listener) {
+    using namespace vramlab_shim;
+    return guarded(1, [&] {
+        TORCH_CHECK(host != nullptr, "no allocator of VramLab's serves PyTorch's pinned memory");
+        host->listener = static_cast<PinnedListener*>(listener);
         return 0;
     });
 }

@@ -13,6 +13,7 @@
 #include "../shim/torch_versions.h"
 
 #include "pickle.h"
+#include "pinned_log.h"
 
 #include <ATen/record_function.h>
 #include <pthread.h>
@@ -222,6 +223,7 @@ class Recorder {
         for (;;) {
             std::this_thread::sleep_for(std::chrono::seconds(1));
             if (active_.load()) flush();
+            flush_pinned();
         }
     }
 
@@ -303,6 +305,7 @@ class Recorder {
     static std::unique_ptr<at::ObserverContext> on_range_begin(const at::RecordFunction& range);
     static void on_range_end(const at::RecordFunction& range, at::ObserverContext*);
     static void on_fork();
+    static void flush_pinned();
 
     std::atomic<bool> active_{false};
     // The innermost lock: no other lock is acquired while it is held.
@@ -342,6 +345,14 @@ void Recorder::on_fork() { recorder().forget(); }
 
 // Counts the pinned memory that is requested of PyTorch's own allocator: its statistics and snapshots have rounded sizes.
 vramlab_shim::Watch* pinned = nullptr;
+
+// Never destroyed, as the recorder.
+PinnedLog& pinned_log() {
+    static auto* out = new PinnedLog();
+    return *out;
+}
+
+void Recorder::flush_pinned() { pinned_log().flush(); }
 
 std::string last_text;
 std::string last_error;
@@ -397,6 +408,26 @@ VRAMLAB_EXPORT int vramlab_recorder_begin(const char* stem, const char* ending, 
     return guarded([&] { recorder().begin(stem, ending, frames != 0, frames_from); });
 }
 
+// Starts writing the requests of pinned memory to a file, which is made at the first one. `settings` is a JSON object: PyTorch's
+// settings of its allocator.
+VRAMLAB_EXPORT int vramlab_recorder_log_pinned(const char* path, const char* settings, int has_segments, int frames,
+                                               uint64_t frames_from) {
+    using namespace vramlab_recorder;
+    return guarded([&] {
+        static const bool watches = (vramlab_shim::watch_forks(), true);
+        (void)watches;
+        pinned_log().begin({path, settings, has_segments != 0, frames != 0, frames_from}, recorder().python);
+    });
+}
+
+// Whether there was a request since.
+VRAMLAB_EXPORT int vramlab_recorder_has_pinned_log() { return vramlab_recorder::pinned_log().is_begun() ? 1 : 0; }
+
+// What hears of requests, for an allocator of VramLab's.
+VRAMLAB_EXPORT void* vramlab_recorder_pinned_listener() {
+    return static_cast<vramlab_shim::PinnedListener*>(&vramlab_recorder::pinned_log());
+}
+
 // Counts requests of pinned memory from now on.
 VRAMLAB_EXPORT int vramlab_recorder_watch_pinned() {
     using namespace vramlab_recorder;
@@ -404,9 +435,8 @@ VRAMLAB_EXPORT int vramlab_recorder_watch_pinned() {
         if (pinned != nullptr) return;
         auto* native = at::getHostAllocator(at::kCUDA);
         TORCH_CHECK(native != nullptr, "PyTorch has no allocator of pinned memory");
-        pinned = new vramlab_shim::Watch(native);
+        pinned = new vramlab_shim::Watch(native, &pinned_log());
         at::setHostAllocator(at::kCUDA, pinned);
-        vramlab_shim::watch_forks();
     });
 }
 
@@ -421,7 +451,10 @@ VRAMLAB_EXPORT void vramlab_recorder_expect_snapshot(int last) {
     vramlab_recorder::recorder().expect_snapshot(last != 0);
 }
 
-VRAMLAB_EXPORT void vramlab_recorder_end() { vramlab_recorder::recorder().end(); }
+VRAMLAB_EXPORT void vramlab_recorder_end() {
+    vramlab_recorder::recorder().end();
+    vramlab_recorder::pinned_log().end();
+}
 
 // The files, a line each: device, events, bytes before the newest copy of the segments, errno, and whether the name
 // contains the device.

@@ -45,18 +45,37 @@ class Requested {
     std::atomic<uint64_t> count_{0};
 };
 
+// Hears of each request of pinned memory, from any thread and without a lock of the allocator. `of` is the allocator if each of its
+// segments is one block, which its statistics count; else null.
+class PinnedListener {
+  public:
+    virtual ~PinnedListener() = default;
+    // A request, or emptying the cache, follows.
+    virtual void before(at::HostAllocator* of) noexcept = 0;
+    virtual void allocated(uint64_t address, size_t bytes, at::HostAllocator* of) noexcept = 0;
+    // Work of a stream uses a block.
+    virtual void used(uint64_t address, HostStream stream) noexcept = 0;
+    // Before a free, after which `freed` has the returned number.
+    virtual uint64_t freeing(uint64_t address) noexcept = 0;
+    virtual void freed(uint64_t number) noexcept = 0;
+    virtual void emptied(at::HostAllocator* of) noexcept = 0;
+};
+
 // PyTorch's own allocator, whose requests are counted. Its decisions do not change: every call is passed on.
 class Watch final : public at::HostAllocator {
   public:
-    explicit Watch(at::HostAllocator* inner) : inner_(inner) {}
+    // The listener, if any, is never destroyed.
+    explicit Watch(at::HostAllocator* inner, PinnedListener* listener = nullptr) : inner_(inner), listener_(listener) {}
 
     Requested requested;
 
     c10::DataPtr allocate(size_t bytes) override {
+        if (listener_ != nullptr) listener_->before(inner_);
         c10::DataPtr block = inner_->allocate(bytes);
         if (block.get() == nullptr) return block;
         void* address = block.get();
         const c10::Device device = block.device();
+        if (listener_ != nullptr) listener_->allocated(number_of(address), bytes, inner_);
         auto* held = new Held{this, std::move(block), bytes};
         {
             std::unique_lock<std::shared_mutex> guard(lock_);
@@ -78,10 +97,18 @@ class Watch final : public at::HostAllocator {
             const auto at = held_.find(context);
             if (at != held_.end()) of_inner = at->second;
         }
-        return inner_->record_event(address, of_inner, stream);
+        // A view that was made of an address has another context; PyTorch finds its block only by the first address.
+        const void* block = of_inner == context ? address : static_cast<Held*>(context)->block.get();
+        const bool is_recorded = inner_->record_event(address, of_inner, stream);
+        if (is_recorded && listener_ != nullptr) listener_->used(number_of(block), stream);
+        return is_recorded;
     }
 
-    void empty_cache() override { inner_->empty_cache(); }
+    void empty_cache() override {
+        if (listener_ != nullptr) listener_->before(inner_);
+        inner_->empty_cache();
+        if (listener_ != nullptr) listener_->emptied(inner_);
+    }
 
     at::HostStats get_stats() override { return inner_->get_stats(); }
 
@@ -129,17 +156,25 @@ class Watch final : public at::HostAllocator {
         size_t bytes;
     };
 
+    static uint64_t number_of(const void* address) { return reinterpret_cast<uintptr_t>(address); }
+
     static void release(void* context) {
         std::unique_ptr<Held> held(static_cast<Held*>(context));
         if (is_forked) return;
+        PinnedListener* const listener = held->watch->listener_;
+        const uint64_t number = listener == nullptr ? 0 : listener->freeing(number_of(held->block.get()));
         {
             std::unique_lock<std::shared_mutex> guard(held->watch->lock_);
             held->watch->held_.erase(context);
         }
         held->watch->requested.remove(held->bytes);
+        if (number == 0) return;
+        held->block.clear();
+        listener->freed(number);
     }
 
     at::HostAllocator* const inner_;
+    PinnedListener* const listener_;
     // The program's blocks: PyTorch's context by the watch's.
     std::shared_mutex lock_;
     std::unordered_map<void*, void*> held_;
