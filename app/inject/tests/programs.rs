@@ -400,6 +400,16 @@ fn cached_pinned_memory_goes_back_before_a_request_is_refused() {
 
 #[test]
 #[ignore = "needs a C compiler"]
+fn without_the_permission_to_pin_each_request_has_the_drivers_refusal() {
+    let (built, folder) = (Built::get(), tempfile::tempdir().unwrap());
+    equal(built.plain("dlsym", "pinned-forbidden").env("DRIVER_FORBIDS", "1"));
+    for host in HOSTS {
+        equal(built.pinned("dlsym", "pinned-forbidden", host, folder.path()).env("DRIVER_FORBIDS", "1"));
+    }
+}
+
+#[test]
+#[ignore = "needs a C compiler"]
 fn sixteen_threads_pin_memory() {
     let (built, folder) = (Built::get(), tempfile::tempdir().unwrap());
     for host in HOSTS {

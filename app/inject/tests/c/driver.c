@@ -2,7 +2,7 @@
 //
 // Work on a stream takes as many queries or waits to complete as DRIVER_WORK says (default 0: it is done at once). Memory is checked:
 // freeing what is not allocated is CUDA_ERROR_INVALID_VALUE. What was called is counted, and `driver_count(NAME)` says how often.
-// Pinned memory is real, DRIVER_HOST MiB at most. A copy from it reads when its work is done; `early` counts those that found other
+// Pinned memory is real, DRIVER_HOST MiB at most; without the permission to pin, DRIVER_FORBIDS=1, it is refused. A copy from it reads when its work is done; `early` counts those that found other
 // bytes than were there when they were queued.
 // DRIVER is its version, 13000 if it is not given. One before 11.2 has no stream-ordered memory, one before 11.3 no cuGetProcAddress, and
 // one before 12.0 only its first ABI. Attributes that came later are refused.
@@ -22,7 +22,7 @@ typedef unsigned long long P;
 typedef uintptr_t S;
 
 #define SHOWN __attribute__((visibility("default")))
-enum { OK = 0, INVALID = 1, MEMORY = 2, NOT_INITIALIZED = 3, NO_CONTEXT = 201, NOT_FOUND = 500, NOT_READY = 600, SUPPORT = 801 };
+enum { OK = 0, INVALID = 1, MEMORY = 2, NOT_INITIALIZED = 3, NO_CONTEXT = 201, NOT_FOUND = 500, NOT_READY = 600, FORBIDDEN = 800, SUPPORT = 801 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static int started;
@@ -227,6 +227,7 @@ static R pin(void** p, size_t n, unsigned flags) {
     if (!started) return NOT_INITIALIZED;
     if (!current()) return NO_CONTEXT;
     if (!p || !n || flags > 7) return INVALID;
+    if (getenv("DRIVER_FORBIDS")) return FORBIDDEN;
     pthread_mutex_lock(&lock);
     char* at = n <= pinned_total() && pinned_bytes + n <= pinned_total() ? aligned_alloc(4096, (n + 4095) & ~(size_t)4095) : NULL;
     if (at) {

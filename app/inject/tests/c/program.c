@@ -363,6 +363,20 @@ static void pinned_out_of_memory(void) {
     }
 }
 
+// Without the permission to pin: each request is refused with the driver's code, and pinning in place is none of its business.
+static void pinned_forbidden(void) {
+    char own[64];
+    void* p = (void*)7;
+    P device;
+    for (int round = 0; round < 3; round++) {
+        CHECK(cuMemHostAlloc(&p, 4096, 0) == 800 && p == (void*)7);
+        CHECK(cuMemAllocHost(&p, 1 << 20) == 800 && p == (void*)7);
+        CHECK(cuMemFreeHost(own) == 1);
+        CHECK(cuMemHostRegister(own, 64, 0) == 0 && cuMemHostUnregister(own) == 0 && cuMemHostUnregister(own) == 713);
+    }
+    CHECK(cuMemAlloc(&device, 4096) == 0 && cuMemFree(device) == 0);
+}
+
 // A block whose copy has not run keeps its bytes.
 static void slow(int steps) {
     S stream[2] = {0};
@@ -534,6 +548,7 @@ int main(int count, char** words) {
     if (!strcmp(test, "threads")) threads();
     if (!strcmp(test, "pinned")) pinned();
     if (!strcmp(test, "pinned-memory")) pinned_out_of_memory();
+    if (!strcmp(test, "pinned-forbidden")) pinned_forbidden();
     if (!strcmp(test, "pinned-state")) pinned_state();
     if (!strcmp(test, "pinned-threads")) pinned_threads();
     if (!strcmp(test, "pinned-left")) pinned_left();
