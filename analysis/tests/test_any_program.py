@@ -40,9 +40,19 @@ def times(program: str, us: float, **options: Any) -> dict[str, Any]:
     return {"program": program, **options, "result": {"us": us, "values": {}, "results": {}}}
 
 
+def turn(program: str, values: dict[str, float]) -> dict[str, Any]:
+    return {"program": program, "way": "ordered", "result": {"values": values}}
+
+
 def test_runs_of_the_spec_become_cells_by_program_and_variant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ratio = {"own": 32.0, "ratio": 1.01, "low": 1.0, "high": 1.02, "pairs": 15}
+    launches = {"default": 3.0, "default-more": 0.1, "non-blocking": 2.0, "non-blocking-more": 0.2}
     results = tmp_path / "results"
+    pytorch = (
+        times("gpt2", 41.0, **{"own-pool": True, "way": "record"}),
+        times("gpt2", 40.0, **{"own-pool": True, "way": "plain"}),
+        times("gpt2", 90.0, way="plain"),
+    )
     experiment(
         results / "2026-11-28-h200" / "any-program",
         times("matrices", 100.0, way="plain"),
@@ -50,12 +60,14 @@ def test_runs_of_the_spec_become_cells_by_program_and_variant(tmp_path: Path, mo
         times("matrices", 110.0, way="plain"),
         times("matrices", 60.0, way="ordered"),
         times("cupy", 30.0, **{"own-pool": True}),
-        times("gpt2", 41.0, **{"own-pool": True, "way": "record"}),
-        times("gpt2", 40.0, **{"own-pool": True, "way": "plain"}),
-        times("gpt2", 90.0, way="plain"),
-        {"program": "launches", "way": "plain", "result": {"values": {"default": 3.0, "non-blocking": 2.0}}},
-        {"program": "gpt2-in-turn", "way": "ordered", "result": {"values": ratio}},
+        {"program": "launches", "way": "plain", "result": {"values": launches}},
         {"program": "matrices", "way": "waits", "meta": {"status": "failed", "error": "it broke"}},
+    )
+    experiment(results / "2026-11-28-h200" / "any-program-pytorch", *pytorch, turn("gpt2-in-turn", ratio))
+    experiment(
+        results / "2026-11-28-h200" / "any-program-remainder",
+        times("matrices", 50.0, way="ordered"),
+        *(turn("cupy-in-turn", ratio | {"ratio": value}) for value in (1.0, 1.3, 1.2)),
     )
     monkeypatch.setenv("RESULTS", str(results))
     cells = any_program.values()
@@ -68,25 +80,17 @@ def test_runs_of_the_spec_become_cells_by_program_and_variant(tmp_path: Path, mo
     assert {name: cell["median"] for name, cell in cells["gpt2"].items()} == {
         "record": 41.0, "own-cache": 40.0, "no-cache": 90.0,
     }  # fmt: skip
-    assert [cells["launches"][f"plain[{at}]"]["median"] for at in (0, 1)] == [3.0, 2.0]
+    assert {name: cells["launches"][f"plain-{name}"]["median"] for name in launches} == launches
     assert cells["in-turn"] == {"gpt2": ratio}
+    remainder = cells["remainder"]
+    assert remainder["in-turn"]["cupy"] == ratio | {"ratio": 1.2, "pairs": 45}, "medians of the runs, and all pairs"
+    assert remainder["matrices"]["ordered"]["median"] == 50.0, "its runs are apart from those of the same program"
     rows = any_program.times().splitlines()[2:]
     assert [row.split(" | ")[0] for row in rows] == [
         "| raw loop, default stream",
         "| CuPy without its pool",
         "| GPT-2 in PyTorch without its cache",
     ], "programs that were not measured have no row"
-
-
-def test_the_converted_record_has_the_same_cells() -> None:
-    machine, rows = any_program._converted()
-    cells = any_program.cells_of(rows)
-    assert set(any_program.PROGRAMS) <= set(cells)
-    assert {"plain", "record", "stacks", "driver", "waits", "ordered"} == set(cells["matrices"])
-    assert {"no-cache", "own-cache", "record", "waits", "ordered"} == set(cells["resnet50"])
-    assert {"plain[0]", "plain[1]"} <= set(cells["launches"])
-    assert len(cells["in-turn"]) == 4
-    assert machine["gpu"].startswith("NVIDIA")
 
 
 def line(rank: int, *losses: float, **more: Any) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def test_a_step_is_compared_within_its_repeat() -> None:
     assert values["step"] == pytest.approx(1.1)
     assert (values["equal"], values["programs"]) == (5, 5)
     line = table_of(rows).splitlines()[2]
-    assert line.endswith("| 1.00 | 1.500 | 1.500 | 1.001 | 1.00 (1.00 to 1.00) | 1.10 (1.00 to 1.20) |")
+    assert line.endswith("| 1.00 | 1.500 | 1.500 | 1.001 | 1.000 (1.000 to 1.000) | 1.100 (1.000 to 1.200) |")
 
 
 def test_losses_are_equal_only_if_every_run_has_them() -> None:

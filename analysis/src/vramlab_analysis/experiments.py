@@ -84,6 +84,8 @@ class Experiment:
         entry = min(self.select(), key=lambda entry: entry.meta.get("program") == "pytorch")
         if entry.meta.get("program") in ("trainer", "pytorch"):
             return machine(entry.record.device)
+        if entry.meta.get("program") == "command":
+            return machine(str(entry.meta["machine"]["gpu"]))
         result = entry.result[0] if isinstance(entry.result, list) else entry.result
         return machine(str(result["gpu"] if entry.meta.get("program") == "inside" else result["device_name"]))
 

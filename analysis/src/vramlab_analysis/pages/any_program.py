@@ -6,8 +6,7 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from vramlab_analysis import experiments, repository
-from vramlab_analysis.errors import AnalysisError, parse_json
+from vramlab_analysis import experiments
 from vramlab_analysis.pages.registry import group, markdown, table
 
 PROGRAMS = {
@@ -31,8 +30,9 @@ VARIANTS = {"record": "recorded", "driver": "`--free driver`", "waits": "`--free
 SPECS = ("any-program", "any-program-pytorch")
 TORCH = ("resnet50", "gpt2")
 IN_TURN = "-in-turn"
-# The values of `launches`, in the order of the pages.
-STREAMS = ("default", "non-blocking")
+REMAINDER = "any-program-remainder"
+# The values of `launches`: nanoseconds of a launch, and how many more than through the driver's entry point.
+LAUNCHES = ("default", "default-more", "non-blocking", "non-blocking-more")
 
 
 def _variant(program: str, way: str, own_pool: bool) -> str:
@@ -42,28 +42,25 @@ def _variant(program: str, way: str, own_pool: bool) -> str:
     return {"plain": "own-pool", "ordered": "own-pool-served"}.get(way, f"own-pool-{way}") if own_pool else way
 
 
-def _converted() -> tuple[dict[str, str], list[dict[str, Any]]]:
-    """The machine and the rows of the newest JSON lines, made once from a text. Raises AnalysisError without one."""
-    found = repository.listing().files("any-program.jsonl")
-    if not found:
-        raise AnalysisError("experiments/results: no results of 'any-program' and no *-any-program.jsonl.")
-    machine, *rows = (parse_json(line, str(found[-1])) for line in found[-1].read_bytes().splitlines())
-    return machine, [row for row in rows if row["kind"] in ("times", "in turn")]
-
-
 def _experiment(runs: experiments.Experiment) -> tuple[dict[str, str], list[dict[str, Any]]]:
-    """The same of the runs of the spec."""
+    """The machine of a spec's runs, and a row for each program and variant."""
     cells: dict[tuple[str, str, bool, str], list[float]] = {}
-    rows, done = [], runs.select()
+    turns: dict[str, list[dict[str, float]]] = {}
+    done = runs.select()
     for entry in done:
         program, way = str(entry.options["program"]), str(entry.options.get("way", "plain"))
         own_pool, result = bool(entry.options.get("own-pool")), entry.result
         if program.endswith(IN_TURN):
-            rows.append({"program": program, "way": way} | result["values"])
+            turns.setdefault(program, []).append(result["values"])
             continue
-        measured = {"us": result["us"]} if "us" in result else {name: result["values"][name] for name in STREAMS}
+        measured = {"us": result["us"]} if "us" in result else {name: result["values"][name] for name in LAUNCHES}
         for name, value in measured.items():
             cells.setdefault((program, way, own_pool, name), []).append(value)
+    rows: list[dict[str, Any]] = [
+        {"program": program, "pairs": sum(values["pairs"] for values in made)}
+        | {key: statistics.median(values[key] for values in made) for key in ("own", "ratio", "low", "high")}
+        for program, made in turns.items()
+    ]
     for (program, way, own_pool, name), values in cells.items():
         spread = {"median": statistics.median(values), "min": min(values), "max": max(values), "runs": len(values)}
         rows.append({"program": program, "way": way, "own-pool": own_pool, "value": name} | spread)
@@ -80,12 +77,13 @@ def _experiment(runs: experiments.Experiment) -> tuple[dict[str, str], list[dict
 def values() -> Mapping[str, Any]:
     """Median, min, max and number of runs, by program and variant; `gpu`, `driver`, `day`.
 
-    `in-turn` has the ratios of PyTorch's step with served memory to that with its own cache.
+    `in-turn` has the ratios of PyTorch's step with served memory to that with its own cache, and `remainder` what
+    `any-program-remainder` measured, on a machine of its own.
     """
-    kept = [spec for spec in SPECS if any(experiments.holds_experiment(one / spec) for one in experiments.labels())]
-    made = [_experiment(experiments.results(spec, "gpu")) for spec in kept] if SPECS[0] in kept else [_converted()]
+    made = [_experiment(experiments.results(spec, "gpu")) for spec in SPECS]
     machine, rows = made[0][0], [row for _, some in made for row in some]
-    return cells_of(rows) | {name: machine[name] for name in ("gpu", "driver", "day")}
+    remainder = cells_of(_experiment(experiments.results(REMAINDER, "gpu"))[1])
+    return cells_of(rows) | {name: machine[name] for name in ("gpu", "driver", "day")} | {"remainder": remainder}
 
 
 def cells_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -97,8 +95,8 @@ def cells_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
             out["in-turn"][row["program"].removesuffix(IN_TURN)] = {key: row[key] for key in keys}
             continue
         variant = _variant(row["program"], row["way"], row.get("own-pool", False))
-        if row["value"] in STREAMS:
-            variant += f"[{STREAMS.index(row['value'])}]"
+        if row["value"] in LAUNCHES:
+            variant += f"-{row['value']}"
         out.setdefault(row["program"], {})[variant] = {key: row[key] for key in ("median", "min", "max", "runs")}
     return out
 

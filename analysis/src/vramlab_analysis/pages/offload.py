@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
-from vramlab_analysis import experiments, inside, repository
-from vramlab_analysis.errors import AnalysisError, parse_json
+from vramlab_analysis import experiments, inside
+from vramlab_analysis.errors import AnalysisError
 from vramlab_analysis.pages.registry import group, markdown, table
 
 GIB = 2**30
@@ -28,21 +28,9 @@ Rows = dict[tuple[str, str], dict[str, Any]]
 
 @cache
 def _rows() -> Rows:
-    """The newest record of the spec, or of `offload/compare.py`, by program and allocator.
-
-    Raises AnalysisError without one.
-    """
-    if any(experiments.holds_experiment(label / SPEC) for label in experiments.labels()):
-        return of_runs((str(run.options["host-alloc"]), run.meta, run.result) for run in _finished())
-    paths = repository.listing().files("offload.jsonl")
-    if not paths:
-        raise AnalysisError("experiments/results: no results of 'offload' and no *-offload.jsonl.")
-    rows = [parse_json(line, str(paths[-1])) for line in paths[-1].read_bytes().splitlines()]
-    return {(row["program"], row["host"]): row for row in rows}
-
-
-def _finished() -> list[experiments.Entry]:
-    return [run for run in experiments.results(SPEC, "gpu").runs if run.done]
+    """The newest record of the spec, by program and allocator. Raises AnalysisError without one."""
+    finished = [run for run in experiments.results(SPEC, "gpu").runs if run.done]
+    return of_runs((str(run.options["host-alloc"]), run.meta, run.result) for run in finished)
 
 
 def of_runs(runs: Iterable[tuple[str, Mapping[str, Any], Mapping[str, Any]]]) -> Rows:
@@ -82,11 +70,12 @@ def of_runs(runs: Iterable[tuple[str, Mapping[str, Any], Mapping[str, Any]]]) ->
 
 @group("offload")
 def values() -> Mapping[str, Any]:
-    """By program and allocator: `reserved_over_requested`, `step_over_pytorch` with its interval `low` and `high` where
-    it is known, `rounds`. `exact`: the most of `host-exact` over the programs other than the loader; `step` the most
+    """By program and allocator: `reserved_over_requested`, `step_over_pytorch` with its interval `low` and `high`,
+    `rounds`; `day`. `exact`: the most of `host-exact` over the programs other than the loader; `step` the most
     of its steps; `equal`: programs with equal losses under all allocators.
     """
-    return values_of(_rows())
+    day = experiments.results(SPEC, "gpu").document["started_at"][:10]
+    return values_of(_rows()) | {"day": day}
 
 
 def values_of(rows: Rows) -> dict[str, Any]:
@@ -94,7 +83,7 @@ def values_of(rows: Rows) -> dict[str, Any]:
     keys = ("reserved_over_requested", "step_over_pytorch", "low", "high", "rounds")
     out: dict[str, Any] = {}
     for (program, host), row in rows.items():
-        out.setdefault(program, {})[host] = {key: row[key] for key in keys if key in row}
+        out.setdefault(program, {})[host] = {key: row[key] for key in keys}
     large = [program for program in PROGRAMS if program != "loader"]
     ratios = [rows[program, "host-exact"]["reserved_over_requested"] for program in large]
     steps = [rows[program, "host-exact"]["step_over_pytorch"] for program in PROGRAMS]
@@ -112,8 +101,7 @@ def table_of(rows: Rows) -> str:
     """The table of the rows of one record."""
 
     def step(row: Mapping[str, Any]) -> str:
-        ratio = f"{row['step_over_pytorch']:.2f}"
-        return f"{ratio} ({row['low']:.2f} to {row['high']:.2f})" if "low" in row else ratio
+        return f"{row['step_over_pytorch']:.3f} ({row['low']:.3f} to {row['high']:.3f})"
 
     body = []
     for program, title in PROGRAMS.items():

@@ -10,9 +10,7 @@ requested (`requested_bytes`) and that the allocator pinned (`reserved_bytes`), 
 `--warm-up`, and a digest of the losses. Programs run one after the other; caches are emptied between them. `--begin N`
 starts with program N modulo their number, so that each comes first in some of several runs. Under `torchrun` bytes are
 sums over the ranks, and times are rank 0's. `--host pytorch` is PyTorch's own allocator, whose requests are counted by
-the package `vramlab`. `--turns` reads lines from its input, each a program and a number of steps, which continue that
-program; an empty line ends a program, and each line is answered by one of JSON. So several processes can take turns on
-a GPU. `--small --device cpu` tries the programs without a GPU, and without pinned memory.
+the package `vramlab`. `--small --device cpu` tries the programs without a GPU, and without pinned memory.
 
 Exit codes: 0 completed, 2 bad input.
 """
@@ -95,26 +93,6 @@ class Program:
         }
 
 
-def take_turns(device, small, seed):
-    """Answers each line of the input."""
-    program = None
-    for line in sys.stdin:
-        words = line.split()
-        if not words:
-            answer = program.result(0) if program else {}
-            program = None
-            empty_caches()
-        else:
-            name, steps = words[0], int(words[1])
-            if program is None or program.name != name:
-                program = None
-                program = Program(name, device, small, seed)
-            before = len(program.times)
-            program.run(steps)
-            answer = {"program": name, "step_s": program.times[before:]}
-        print(json.dumps(answer), flush=True)
-
-
 def make_deterministic():
     """The same seed gives the same losses to the bit, without a change of what is kept on the host."""
     # With `warn_only` the backward pass of flash attention differs from run to run.
@@ -133,7 +111,7 @@ def rotated(names, begin):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("programs", nargs="*", metavar="program", help=f"of {', '.join(PROGRAMS)}")
+    parser.add_argument("programs", nargs="+", metavar="program", help=f"of {', '.join(PROGRAMS)}")
     parser.add_argument("--host", default=OWN, help="pytorch, or an allocator of pinned memory such as host-exact")
     parser.add_argument("--steps", type=int, help="of each program, after the warm-up")
     parser.add_argument("--warm-up", type=int, default=2)
@@ -141,12 +119,9 @@ def main():
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true")
-    parser.add_argument("--turns", action="store_true")
     args = parser.parse_args()
     if unknown := [name for name in args.programs if name not in PROGRAMS]:
         parser.error(f"no program {', '.join(unknown)}; there are {', '.join(PROGRAMS)}")
-    if args.turns == bool(args.programs):
-        parser.error("name a program, or --turns")
     if len(set(args.programs)) < len(args.programs):
         parser.error("name each program once")
     if args.warm_up < 0 or args.begin < 0 or (args.steps is not None and args.steps < 1):
@@ -163,8 +138,6 @@ def main():
         torch.cuda.set_device(device)
     make_deterministic()
     try:
-        if args.turns:
-            take_turns(device, args.small, args.seed)
         results = {}
         for name in rotated(args.programs, args.begin):
             program = Program(name, device, args.small, args.seed)
