@@ -14,7 +14,7 @@ use anyhow::{Context, Result, bail};
 use serde_json::{Map, Value};
 use std::path::Path;
 use vramlab::backends::{HostPyTorchSettings, HostRelease};
-use vramlab::histories::formats::{Action, HostEvent, Origins, ReadError, Summary, read_origins};
+use vramlab::histories::formats::{Action, Format, HostEvent, Origins, ReadError, ReadOptions, Summary, read_origins};
 use vramlab::histories::host::{HostTrace, HostTraceBuilder, RecordedLimits, Sizes};
 use vramlab::histories::replay::ReplayError;
 use vramlab::settings::Settings as _;
@@ -34,11 +34,14 @@ pub(crate) struct HostRecording {
 /// # Errors
 /// Those of reading; the file has no pinned memory.
 pub(crate) fn read(path: &Path, reading: &ReadArgs) -> Result<HostRecording> {
-    let options = reading.keeping(path);
+    read_with(path, &reading.keeping(path))
+}
+
+fn read_with(path: &Path, options: &ReadOptions) -> Result<HostRecording> {
     let budget = &options.budget;
     let (mut events, mut claim) = (Vec::<HostEvent>::new(), budget.claim());
     let mut several = false;
-    let read = read_origins(path, &options, &mut |event, origin, _| {
+    let read = read_origins(path, options, &mut |event, origin, _| {
         several |= event.device > 0;
         let (action, addr, bytes, stream) = (event.action, event.addr, event.bytes, event.stream);
         let event = HostEvent { action, addr, bytes, stream, time_ns: event.time_ns, stack: origin.stack };
@@ -85,20 +88,44 @@ pub(crate) fn of_snapshot(summary: &Summary, budget: &vramlab::budget::Budget) -
     Ok((trace.requests() > 0).then_some(trace))
 }
 
-/// Advice on a recording's pinned memory; `None` if it has none. `release` is the one that will run the program, if it is named.
+/// Whether a trace is of requests of pinned memory, as the recorder in PyTorch writes them.
+pub(crate) fn is_requests(summary: &Summary) -> bool {
+    summary.format == Format::Jsonl && summary.allocator_settings.contains_key("release")
+}
+
+/// The requests that `vramlab run` wrote beside a recording: `NAME-host.jsonl` of `NAME.pickle`. `None` without such a file, and if it
+/// cannot be read: a killed process may have left half a line.
+fn beside(recording: &Recording) -> Option<HostRecording> {
+    let path = recording.path();
+    let stem = path.file_name()?.to_str()?.strip_suffix(".pickle")?;
+    let file = path.with_file_name(format!("{stem}-host.jsonl"));
+    if !file.symlink_metadata().is_ok_and(|file| file.is_file()) {
+        return None;
+    }
+    read_with(&file, &ReadOptions { format: Some(Format::Jsonl), budget: recording.budget.clone() }).ok()
+}
+
+/// Advice on a recording's pinned memory, of its snapshot or of the requests beside it; `None` if it has none. `release` is the one that
+/// will run the program, if it is named.
 ///
 /// # Errors
 /// Those of a replay.
 pub(crate) fn advice(recording: &Recording, release: Option<HostRelease>) -> Result<Option<HostAdvice>> {
+    if let Some(requests) = beside(recording) {
+        return advice::advise(&requests.trace, &requests.settings, release);
+    }
     let Some(trace) = of_snapshot(&recording.summary, &recording.budget)? else { return Ok(None) };
     advice::advise(&trace, &recorded_settings(&recording.summary), release)
 }
 
-/// Who pins host memory in a recording; `None` if it has none.
+/// Who pins host memory in a recording, or in the requests beside it; `None` if it has none.
 ///
 /// # Errors
 /// The memory budget is used up.
 pub(crate) fn memory_use(recording: &Recording) -> Result<Option<HostMemoryUse>> {
+    if let Some(requests) = beside(recording) {
+        return Ok(Some(holders::describe(&requests.trace, &requests.origins)));
+    }
     let trace = of_snapshot(&recording.summary, &recording.budget)?;
     Ok(trace.map(|trace| holders::describe(&trace, &recording.origins)))
 }

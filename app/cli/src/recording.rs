@@ -91,6 +91,13 @@ impl Recording {
         let options = reading.keeping(path);
         let budget = options.budget.clone();
         let OneGpu { summary, origins, gpus, events } = read_gpu::<Events>(path, gpu, &options)?;
+        if crate::host::is_requests(&summary) {
+            return Err(anyhow!(
+                "{}: these are requests of pinned host memory, not of a GPU's; replay them with --host, or name the .pickle beside \
+                 the file, whose answers have them, too",
+                path.display()
+            ));
+        }
         let device = gpus.gpu;
         let mut events = events.with_context(file)?;
         let checked = check(&events, device, &summary, &budget).with_context(file)?;
@@ -124,6 +131,11 @@ impl Recording {
             ranges,
         };
         Ok((recording, checked))
+    }
+
+    /// The file.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
     }
 
     /// The trace for replays. `limit` is the memory limit during recording, for files that do not contain it.

@@ -149,6 +149,42 @@ fn requests_that_pytorch_recorded_are_replayed_as_it_served_them() {
 }
 
 #[test]
+fn requests_beside_a_recording_are_advised_on_and_explained() {
+    let test_dir = TestDir::new();
+    // Without pinned memory of its own, as before PyTorch 2.14.
+    test_dir.file("pid1.pickle", snapshot(&[], &[], json!({})));
+    let advice = |words: &[&str]| -> Value {
+        serde_json::from_str(&test_dir.run(&[&["advise", "--json", "pid1.pickle"], words].concat()).ok().stdout)
+            .unwrap()
+    };
+    assert_eq!(advice(&[])["host"], Value::Null);
+    test_dir.file("pid1-host.jsonl", recorded_requests(&json!({"release": "2.11"})));
+    let host = &advice(&[])["host"];
+    assert_eq!((&host["sizes"], &host["release"]), (&"requested".into(), &"2.11".into()));
+    assert_eq!(
+        (&host["peak_requested_bytes"], &host["peak_requested_least_bytes"]),
+        (&(106 * MIB).into(), &(106 * MIB).into())
+    );
+    assert_eq!(host["settings"][0]["peak_reserved_bytes"], 136 * MIB);
+    let other = &advice(&["--torch", "2.14"])["host"];
+    assert_eq!(other["release"], "2.14");
+    assert!(other["settings"].as_array().unwrap().len() > 1, "thresholds are of 2.13 and newer: {other}");
+    let screen = test_dir.run(&["advise", "pid1.pickle"]).ok().stdout;
+    assert!(screen.contains("108 MiB of host memory pinned for 106 MiB requested"), "{screen}");
+    let screen = test_dir.run(&["explain", "pid1.pickle"]).ok().stdout;
+    assert!(screen.contains("106 MiB in pinned blocks at the peak, 108 MiB pinned in all"), "{screen}");
+    assert!(screen.contains("loader.py:7"), "{screen}");
+    // What a killed process left, a link, and another recording.
+    test_dir.file("pid1-host.jsonl", "{\"time_ns\": 1, \"act");
+    assert_eq!(advice(&[])["host"], Value::Null);
+    for command in ["advise", "explain"] {
+        test_dir.file("pid2-host.jsonl", recorded_requests(&json!({"release": "2.11"})));
+        let words = ["requests of pinned host memory, not of a GPU's", "--host"];
+        test_dir.run(&[command, "pid2-host.jsonl"]).refused(2, &words);
+    }
+}
+
+#[test]
 fn settings_of_recorded_requests_may_be_anything() {
     let test_dir = TestDir::new();
     for settings in [json!({"release": 7}), json!({"release": "1.2", "pinned_reserve_segment_size_mb": "x"}), json!({})]

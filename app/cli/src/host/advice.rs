@@ -1,6 +1,6 @@
 //! Advice on pinned host memory: PyTorch's settings by release, and changes of the program.
 
-use super::replay::peak_live_least;
+use super::replay::{peak_live_least, range};
 use crate::words::{counted, size};
 use anyhow::Result;
 use serde::Serialize;
@@ -262,10 +262,7 @@ fn changes(trace: &HostTrace, reserved: u64, current: &Bounds) -> Vec<HostChange
 impl HostAdvice {
     /// The sentences of the screen.
     pub(crate) fn sentences(&self) -> Vec<String> {
-        let requested = match self.peak_requested_least_bytes < self.peak_requested_bytes {
-            true => format!("{} to {}", size(self.peak_requested_least_bytes), size(self.peak_requested_bytes)),
-            false => size(self.peak_requested_bytes),
-        };
+        let requested = range(Some(self.peak_requested_least_bytes), self.peak_requested_bytes);
         let mut out = vec![format!(
             "{} of host memory pinned for {requested} requested; up to {} of it is rounding (PyTorch {})",
             size(self.peak_reserved_bytes),
@@ -276,10 +273,9 @@ impl HostAdvice {
             let time =
                 best.seconds.map_or(String::new(), |time| format!(", {} on a host {}", seconds(time), self.costs));
             out.push(format!(
-                "PYTORCH_ALLOC_CONF={} pins {} to {} in {}{time}",
+                "PYTORCH_ALLOC_CONF={} pins {} in {}{time}",
                 best.conf,
-                size(best.peak_reserved_least_bytes),
-                size(best.peak_reserved_bytes),
+                range(Some(best.peak_reserved_least_bytes), best.peak_reserved_bytes),
                 counted(best.calls, "call")
             ));
         }

@@ -261,7 +261,7 @@ pub(super) fn peak_live_least(trace: &HostTrace) -> u64 {
 }
 
 /// A size, or the range of it.
-fn range(least: Option<u64>, most: u64) -> String {
+pub(super) fn range(least: Option<u64>, most: u64) -> String {
     match least.filter(|least| *least < most) {
         Some(least) => format!("{} to {}", size(least), size(most)),
         None => size(most),
