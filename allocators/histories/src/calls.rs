@@ -145,7 +145,8 @@ pub struct CallRecord {
     pub addr: u64,
     /// Bytes that were requested; of a free, those of the allocation where they are known, else 0.
     pub bytes: u64,
-    /// Stream handle; 0 for calls without one.
+    /// Stream handle; 0 for calls without one. Of `cuMemCreate` the kind of memory, as its type of location has it: [`MEMORY_OF_GPU`], or
+    /// memory of the host.
     pub stream: u64,
     /// Start in nanoseconds since the clock's zero.
     pub start_ns: u64,
@@ -200,6 +201,9 @@ impl CallRecord {
         })
     }
 }
+
+/// The kind of memory of a `cuMemCreate` on a GPU.
+pub const MEMORY_OF_GPU: u64 = 1;
 
 /// The number of no stack.
 pub const NO_STACK: u32 = 0;

@@ -28,6 +28,9 @@ pub(crate) struct Curve {
     pub(crate) used_bytes: Vec<u64>,
     /// Memory used by this process; `null` if the driver does not report it.
     pub(crate) process_bytes: Option<Vec<u64>>,
+    /// Memory that NCCL allocated in this process; `null` if it allocated none, or its calls were not recorded with call stacks.
+    #[serde(default)]
+    pub(crate) nccl_bytes: Option<Vec<u64>>,
 }
 
 /// The samples of a GPU for a snapshot: from `NAME.device.json` for `NAME.pickle` and `NAME.WHY-N.pickle`.

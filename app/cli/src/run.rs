@@ -321,7 +321,7 @@ impl Runner {
                 Ok(calls::read(folder))
             }
         };
-        if let Err(error) = device.write(folder, &processes) {
+        if let Err(error) = device.write(folder, &processes, calls.as_deref().unwrap_or_default()) {
             report_problem(format_args!("what was sampled of the GPUs is not written: {error:#}"));
         }
         Ok(Started { status, seconds, processes, device, host, calls, killed: kill.is_some() })

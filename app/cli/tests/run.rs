@@ -451,7 +451,7 @@ fn samples_of_the_gpu_are_a_line_of_the_ledger_and_a_curve() {
     assert_eq!(
         explanation["beside"],
         json!({"total_bytes": 1024 * MIB, "peak_used_bytes": 600 * MIB, "used_bytes": 600 * MIB,
-            "not_pytorch_bytes": 566 * MIB, "own_bytes": 466 * MIB, "others_bytes": 100 * MIB})
+            "not_pytorch_bytes": 566 * MIB, "own_bytes": 466 * MIB, "nccl_bytes": null, "others_bytes": 100 * MIB})
     );
     let said = test_dir.run(&["explain", &file]).ok().stdout;
     let words = "566 MiB used on the GPU outside PyTorch's allocator: 466 MiB by this process (CUDA context, libraries such as \
@@ -461,6 +461,24 @@ fn samples_of_the_gpu_are_a_line_of_the_ledger_and_a_curve() {
     assert!(points.iter().all(|point| point["device_used_bytes"] == 600 * MIB), "{explanation}");
     test_dir.run(&["report", &file, "--out", "page.html"]).ok();
     assert!(std::fs::read_to_string(test_dir.at("page.html")).unwrap().contains("device_used_bytes"));
+    // With what NCCL allocated, also where the driver does not tell processes apart.
+    for (process, words) in [
+        (
+            json!([0, 500 * MIB, 20 * MIB]),
+            "430 MiB by NCCL, 36 MiB by this process's CUDA context and other libraries, 100 MiB by",
+        ),
+        (
+            Value::Null,
+            "430 MiB by this process's NCCL, 136 MiB by CUDA contexts, other libraries and other processes; 424 MiB of",
+        ),
+    ] {
+        let mut curves = curve(process);
+        curves["gpus"][0]["nccl_bytes"] = json!([0, 430 * MIB, 0]);
+        test_dir.write("pid7.device.json", curves.to_string());
+        let said = test_dir.run(&["explain", &file]).ok().stdout;
+        assert!(said.contains(words), "{said}");
+        assert_eq!(test_dir.run(&["explain", &file, "--json"]).ok().json()["beside"]["nccl_bytes"], 430 * MIB);
+    }
     // A driver that does not tell processes apart; a file that was cut short says nothing.
     test_dir.write("pid7.device.json", curve(Value::Null).to_string());
     let explanation = test_dir.run(&["explain", &file, "--json"]).ok().json();

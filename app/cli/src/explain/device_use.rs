@@ -16,6 +16,7 @@ pub(super) fn device_use(file: &Path, recording: &Recording, at: &Moment, timeli
     let index = usize::try_from(at.event).ok()?.saturating_sub(1);
     let sample = sample(&curve, recording, index)?;
     let used = curve.used_bytes[sample];
+    let nccl = curve.nccl_bytes.as_ref().and_then(|nccl| nccl.get(sample)).copied();
     let process = curve.process_bytes.as_ref().and_then(|process| process.get(sample)).copied();
     Some(DeviceUse {
         total_bytes: curve.total_bytes,
@@ -23,6 +24,7 @@ pub(super) fn device_use(file: &Path, recording: &Recording, at: &Moment, timeli
         used_bytes: used,
         not_pytorch_bytes: used.saturating_sub(at.reserved_bytes),
         own_bytes: process.map(|process| process.saturating_sub(at.reserved_bytes)),
+        nccl_bytes: nccl,
         others_bytes: process.map(|process| used.saturating_sub(process)),
     })
 }

@@ -92,6 +92,8 @@ pub(crate) struct DeviceUse {
     /// Part of `not_pytorch_bytes` used by this process: its context and libraries. `null` if the driver does not report memory by
     /// process.
     pub(crate) own_bytes: Option<u64>,
+    /// Part of `not_pytorch_bytes` that NCCL allocated in this process; `null` if that is unknown.
+    pub(crate) nccl_bytes: Option<u64>,
     /// Part of `not_pytorch_bytes` used by other processes.
     pub(crate) others_bytes: Option<u64>,
 }

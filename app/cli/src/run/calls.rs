@@ -1,5 +1,6 @@
 //! The memory calls of a run's processes at the driver's boundary: what they cost, and a history of each GPU's memory.
 
+mod nccl;
 mod pinned;
 
 use super::folder::{Folder, create_private};
@@ -16,6 +17,7 @@ use vramlab::Bytes;
 use vramlab::histories::calls::{Call, CallRecord, Calls, Counter, NO_STACK, Notes, Served};
 use vramlab::output::{Existing, OutputFile};
 
+pub(crate) use nccl::NcclUse;
 pub(crate) use pinned::PinnedUse;
 
 /// Calls of one kind.
@@ -75,6 +77,8 @@ pub(crate) struct CudaProcess {
     pub(crate) histories: Vec<PathBuf>,
     /// Pinned host memory; `null` where none was pinned.
     pub(crate) pinned: Option<PinnedUse>,
+    /// Device memory that NCCL allocated; `null` where it allocated none, or with `--stacks off`.
+    pub(crate) nccl: Option<NcclUse>,
 }
 
 /// The allocator's own calls of the driver.
@@ -173,6 +177,7 @@ fn process(path: &Path, folder: &Folder) -> Result<Option<CudaProcess>> {
         dropped: counter(Counter::Dropped),
         histories: written.files,
         pinned,
+        nccl: NcclUse::new(&calls, &stacks),
     }))
 }
 
@@ -339,6 +344,12 @@ impl Memory {
 }
 
 impl CudaProcess {
+    /// Lines about pinned memory and NCCL's.
+    pub(super) fn library_lines(&self) -> impl Iterator<Item = String> {
+        let lines = [self.pinned.as_ref().map(PinnedUse::line), self.nccl.as_ref().map(NcclUse::line)];
+        lines.into_iter().flatten().map(|line| format!("         {line}"))
+    }
+
     /// The lines of the screen.
     pub(super) fn lines(&self) -> Vec<String> {
         let label = format!("{:8}", format!("pid {}", self.pid));
@@ -391,7 +402,7 @@ impl CudaProcess {
         if self.left_bytes > 0 {
             out.push(format!("         {} not freed at the end", Bytes(self.left_bytes)));
         }
-        out.extend(self.pinned.iter().map(|pinned| format!("         {}", pinned.line())));
+        out.extend(self.library_lines());
         if self.dropped > 0 {
             out.push(format!("         {} not recorded: the file had no room", counted(self.dropped, "call")));
         }

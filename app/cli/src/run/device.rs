@@ -1,5 +1,6 @@
 //! Samples of the driver's memory figures while a program runs: used in total, and by each process.
 
+use super::calls::{CudaProcess, NcclUse};
 use super::folder::{Folder, create_private, now_ns};
 use super::host;
 use super::processes::{Gpu, Process};
@@ -147,13 +148,14 @@ impl Sampled {
     /// Most bytes used on one of the GPUs that processes used.
     pub(super) fn peak(&self, processes: &[Process]) -> Option<u64> {
         let curves = processes.iter().flat_map(|process| process.devices.iter().map(move |gpu| (process, gpu)));
-        curves.filter_map(|(process, gpu)| self.curve(process, gpu)?.used_bytes.into_iter().max()).max()
+        curves.filter_map(|(process, gpu)| self.curve(process, gpu, None)?.used_bytes.into_iter().max()).max()
     }
 
     /// What a process's GPUs held, beside its snapshots: `NAME.device.json`.
-    pub(super) fn write(&self, folder: &Folder, processes: &[Process]) -> Result<()> {
+    pub(super) fn write(&self, folder: &Folder, processes: &[Process], calls: &[CudaProcess]) -> Result<()> {
         for process in processes {
-            let gpus: Vec<Curve> = process.devices.iter().filter_map(|gpu| self.curve(process, gpu)).collect();
+            let nccl = calls.iter().find(|calls| calls.pid == process.pid).and_then(|calls| calls.nccl.as_ref());
+            let gpus: Vec<Curve> = process.devices.iter().filter_map(|gpu| self.curve(process, gpu, nccl)).collect();
             if gpus.is_empty() {
                 continue;
             }
@@ -164,7 +166,7 @@ impl Sampled {
         Ok(())
     }
 
-    fn curve(&self, process: &Process, gpu: &Gpu) -> Option<Curve> {
+    fn curve(&self, process: &Process, gpu: &Gpu, nccl: Option<&NcclUse>) -> Option<Curve> {
         let uuid = gpu.uuid.as_deref()?;
         let of = self
             .gpus
@@ -180,6 +182,7 @@ impl Sampled {
             time_ns: of.samples.iter().map(|sample| sample.time_ns).collect(),
             used_bytes: of.samples.iter().map(|sample| sample.used_bytes).collect(),
             process_bytes: told.then(|| of.samples.iter().map(own).collect()),
+            nccl_bytes: nccl.map(|nccl| of.samples.iter().map(|sample| nccl.at(gpu.index, sample.time_ns)).collect()),
         })
     }
 }

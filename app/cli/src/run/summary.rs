@@ -176,9 +176,7 @@ impl Summary {
         }
         out.extend(self.processes[..shown].iter().filter_map(|process| self.pinned_line(process)));
         let of_torch = self.cuda.iter().filter(|cuda| self.processes.iter().any(|process| process.pid == cuda.pid));
-        out.extend(
-            of_torch.filter_map(|cuda| cuda.pinned.as_ref()).map(|pinned| format!("         {}", pinned.line())),
-        );
+        out.extend(of_torch.flat_map(CudaProcess::library_lines));
         out.extend(self.host_line());
         out.extend(self.device_shares_host.then(|| DEVICE_SHARES_HOST.to_owned()));
         out.push(match (&self.device_missing, self.device_peak_bytes) {

@@ -111,6 +111,11 @@ impl Place {
         named || ["libcuda", "libcudart", "cuda_runtime"].iter().any(|start| file.starts_with(start))
     }
 
+    /// Whether it is in NCCL, also where a program contains NCCL.
+    fn is_in_nccl(&self) -> bool {
+        self.file().starts_with("libnccl") || self.name.starts_with("nccl")
+    }
+
     /// Whether it is in a header or library of the system or of a toolkit.
     fn is_of_system(&self) -> bool {
         ["/usr/", "/opt/", "/lib"].iter().any(|start| self.filename.starts_with(start))
@@ -128,6 +133,11 @@ impl Place {
             (line, _) => format!("{}:{line}", self.file()),
         }
     }
+}
+
+/// Whether NCCL made a call for memory of its own. `ncclMemAlloc` is the program's request.
+pub(super) fn is_of_nccl(stack: &[Place]) -> bool {
+    stack.first().is_some_and(Place::is_in_nccl) && stack.iter().all(|place| place.name != "ncclMemAlloc")
 }
 
 /// The place in the program that made a call: the innermost with a line outside of the system's headers, else the innermost that is
@@ -148,6 +158,15 @@ mod tests {
         for (name, shown) in [("_Z4gemmPfi", "gemm"), ("plain", "plain"), ("void ns::k<4>(int)", "ns::k"), ("", "")] {
             assert_eq!(short(name), shown);
         }
+    }
+
+    #[test]
+    fn calls_of_nccl_for_memory_of_its_own_are_told_by_their_innermost_function() {
+        let (library, program) = (place("", "/x/libnccl.so.2", 0), place("main", "main.cu", 3));
+        let linked = place("ncclCudaCallocDebug(void**, int)", "src/include/alloc.h", 9);
+        assert!(is_of_nccl(&[library.clone(), program.clone()]) && is_of_nccl(&[linked, program.clone()]));
+        assert!(!is_of_nccl(&[library.clone(), place("ncclMemAlloc", "/x/libnccl.so.2", 0), program.clone()]));
+        assert!(!is_of_nccl(&[program, library]) && !is_of_nccl(&[]));
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 use super::{process, record};
 use crate::common::{PROGRAM, Ran, TestDir};
+use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -149,6 +150,34 @@ fn pinned_calls_are_recorded_and_replayed() {
     let [pytorch, exact, ..] = rows.as_array().unwrap().as_slice() else { panic!("{rows}") };
     assert_eq!((&pytorch["allocations"], &pytorch["pin_calls"]), (&allocations.into(), &2.into()));
     assert_eq!((&pytorch["peak_live_bytes"], &exact["failed_allocations"]), (&8192.into(), &0.into()));
+}
+
+#[test]
+#[ignore = "needs a C compiler"]
+fn memory_that_nccl_allocates_has_a_line_of_its_own() {
+    let test_dir = TestDir::new();
+    let Some(driver) = build(&test_dir) else { return };
+    let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
+    let shared: &[&str] = &["-shared", "-fPIC"];
+    for (source, out, flags) in [("nccl.c", "libnccl.so.2", shared), ("rank.c", "rank", &[])] {
+        let mut compiler = Command::new(std::env::var_os("CC").unwrap_or_else(|| "cc".into()));
+        compiler.args(["-std=gnu11", "-O1", "-Wall", "-o"]).arg(test_dir.at(out)).arg(sources.join(source)).args(flags);
+        assert!(compiler.arg("-ldl").status().unwrap().success());
+    }
+    for (mapped, stacks, expected) in [("1", "on", Some(())), ("0", "on", Some(())), ("1", "off", None)] {
+        let out = format!("out-{mapped}-{stacks}");
+        let mut command = process(&test_dir, &["run", "-o", &out, "--stacks", stacks, "--", "./rank"]);
+        command.env("VRAMLAB_CUDA", &driver).env("LD_LIBRARY_PATH", test_dir.at("."));
+        command.env("NCCL_CUMEM_ENABLE", mapped).env_remove("LD_PRELOAD");
+        let ran = Ran::of(command.output().unwrap()).ok();
+        assert!(ran.stdout.contains("joined"), "{ran:?}");
+        let nccl = &record(&test_dir, &out)["cuda"][0]["nccl"];
+        let line = ran.stderr.contains("NCCL: 16 MiB of device memory at most, in 4 allocations");
+        assert_eq!(line, expected.is_some(), "{ran:?}");
+        // Neither the program's memory, nor that of ncclMemAlloc, nor pages of the host.
+        let counted = json!({"peak_bytes": 16 << 20, "left_bytes": 8 << 20, "allocations": 4});
+        assert_eq!(*nccl, expected.map_or(Value::Null, |()| counted));
+    }
 }
 
 #[test]

@@ -22,6 +22,15 @@ pub(super) fn give_back(call: Call, addr: u64, bytes: u64, pass: impl FnOnce() -
     code
 }
 
+/// The beginning of `CUmemAllocationProp`.
+#[repr(C)]
+struct MemoryProperties {
+    kind: u32,
+    handle_types: u32,
+    /// The type of the location: a GPU is 1, and the host's are higher.
+    location: u32,
+}
+
 /// # Safety
 /// As of the driver's function.
 #[unsafe(no_mangle)]
@@ -29,7 +38,10 @@ pub(crate) unsafe extern "C" fn cuMemCreate(out: *mut u64, bytes: usize, propert
     let pass = || real!(cuMemCreate(out => *mut u64, bytes => usize, properties => *const c_void, flags => u64));
     // SAFETY: the driver has written it.
     let handle = || unsafe { *out };
-    call(pass, || pass_timed(About::new(Call::Create, bytes as u64), pass, handle))
+    let properties = properties.cast::<MemoryProperties>();
+    // SAFETY: the program passes such a structure, or null.
+    let location = if properties.is_null() { 0 } else { u64::from(unsafe { (*properties).location }) };
+    call(pass, || pass_timed(About { stream: location, ..About::new(Call::Create, bytes as u64) }, pass, handle))
 }
 
 #[unsafe(no_mangle)]

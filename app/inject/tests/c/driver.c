@@ -204,6 +204,10 @@ SHOWN R cuMemAlloc(unsigned* p, unsigned n) { CALLED; (void)p; (void)n; return S
 SHOWN R cuMemAllocPitch_v2(P* p, size_t* pitch, size_t w, size_t h, unsigned e) { CALLED; if (e != 4 && e != 8 && e != 16) return INVALID; *pitch = (w + 511) & ~(size_t)511; return take(p, *pitch * h, 0); }
 SHOWN R cuMemAllocManaged(P* p, size_t n, unsigned f) { CALLED; (void)f; return take(p, n, 1); }
 SHOWN R cuMemAdvise(P p, size_t n, int a, int d) { CALLED; (void)p; (void)n; (void)a; (void)d; return OK; }
+SHOWN R cuMemCreate(P* handle, size_t n, const void* properties, P flags) { CALLED; (void)properties; (void)flags; return take(handle, n, 3); }
+SHOWN R cuMemRelease(P handle) { CALLED; return drop(handle); }
+SHOWN R cuMemMap(P at, size_t n, size_t offset, P handle, P flags) { CALLED; (void)at; (void)n; (void)offset; (void)handle; (void)flags; return OK; }
+SHOWN R cuMemUnmap(P at, size_t n) { CALLED; (void)at; (void)n; return OK; }
 SHOWN R cuMemFree_v2(P p) { CALLED; drain(); return drop(p); }
 #if DRIVER >= 11020
 SHOWN R cuMemAllocAsync(P* p, size_t n, S s) { CALLED; (void)s; return take(p, n, 2); }

@@ -150,15 +150,23 @@ pub(super) fn breakdown(explanation: &Explanation, args: &ExplainArgs, page: &mu
 pub(super) fn device_use(explanation: &Explanation) -> Option<String> {
     let device = explanation.beside.as_ref()?;
     let mut out = format!("{} used on the GPU outside PyTorch's allocator", size(device.not_pytorch_bytes));
-    if let Some((process, others)) = device.own_bytes.zip(device.others_bytes) {
-        out += &format!(
-            ": {} by this process (CUDA context, libraries such as cuBLAS and NCCL), {} by other processes",
-            size(process),
-            size(others)
-        );
-    } else {
-        out += " (CUDA contexts, libraries such as cuBLAS and NCCL, other processes)";
-    }
+    let others = device.others_bytes.map_or(String::new(), |others| format!(", {} by other processes", size(others)));
+    out += &match (device.own_bytes, device.nccl_bytes) {
+        (Some(own), None) => {
+            format!(": {} by this process (CUDA context, libraries such as cuBLAS and NCCL){others}", size(own))
+        }
+        (Some(own), Some(nccl)) => format!(
+            ": {} by NCCL, {} by this process's CUDA context and other libraries{others}",
+            size(nccl),
+            size(own.saturating_sub(nccl))
+        ),
+        (None, Some(nccl)) => format!(
+            ": {} by this process's NCCL, {} by CUDA contexts, other libraries and other processes",
+            size(nccl),
+            size(device.not_pytorch_bytes.saturating_sub(nccl))
+        ),
+        (None, None) => " (CUDA contexts, libraries such as cuBLAS and NCCL, other processes)".to_owned(),
+    };
     let free = device.total_bytes.saturating_sub(device.used_bytes);
     Some(out + &format!("; {} of {} free", size(free), size(device.total_bytes)))
 }
