@@ -182,10 +182,16 @@ fn what_cannot_be_several_ranks_is_refused() {
 
 /// A rank that a launcher such as torchrun would start.
 fn rank(test_dir: &TestDir, number: u32, port: u16, arguments: &[&str]) -> Background {
+    rank_of(test_dir, "", number, port, arguments)
+}
+
+/// The same of a run with a name.
+fn rank_of(test_dir: &TestDir, run: &str, number: u32, port: u16, arguments: &[&str]) -> Background {
     let base = ["--device", "sim", "--dataset", "iris", "--rank-timeout", "20"];
     let mut command = test_dir.process(&[&base[..], &IRIS, arguments].concat());
     let variables = [("RANK", number.to_string()), ("WORLD_SIZE", "2".into()), ("LOCAL_RANK", number.to_string())];
     command.envs(variables).env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.to_string());
+    command.env("TORCHELASTIC_RUN_ID", run);
     Background::of(command)
 }
 
@@ -224,6 +230,19 @@ fn ranks_with_other_settings_are_refused() {
         assert!(line.contains("has --lr 0.5 and rank 0 0.1; give all ranks the same options"), "{line}");
     }
     assert!(!test_dir.at("record").exists());
+}
+
+#[test]
+fn a_rank_that_an_earlier_run_left_is_refused_and_the_run_goes_on() {
+    let (test_dir, port) = (TestDir::new(), free_port());
+    let first = rank_of(&test_dir, "new", 0, port, &["--out", "record"]);
+    let (status, _, lines) = rank_of(&test_dir, "old", 1, port, &[]).end();
+    assert_eq!(status.code(), Some(2), "{lines:?}");
+    assert!(error_of(&lines).contains("another run uses this MASTER_PORT; set a free one"), "{lines:?}");
+    for rank in [rank_of(&test_dir, "new", 1, port, &[]), first] {
+        let (status, _, lines) = rank.end();
+        assert_eq!(status.code(), Some(0), "{lines:?}");
+    }
 }
 
 #[test]
@@ -375,6 +394,43 @@ fn a_rank_that_is_killed_ends_all() {
         for (number, path) in ["record", "record/rank1", "record/rank2"].into_iter().enumerate() {
             let json = read_json(&test_dir.at(path).join("summary.json"));
             assert_eq!(json["status"], if number == victim { "running" } else { "failed" }, "{path}");
+        }
+    }
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_rank_that_is_killed_at_any_moment_leaves_no_process_and_no_half_record() {
+    // From the start of the processes to the end of a run, however fast the machine is.
+    for (victim, delay_ms) in [(0, 0), (1, 0), (0, 5), (1, 10), (0, 20), (1, 40), (0, 80), (1, 160), (0, 320), (1, 640)]
+    {
+        let test_dir = TestDir::new();
+        let base = ["--device", "sim", "--dataset", "iris", "--epochs", "20", "--gpus", "2", "--out", "record"];
+        let run = Background::start(&test_dir, &[&base[..], &["--hidden", "16", "--batch", "24"]].concat());
+        let until = Instant::now() + PATIENCE;
+        let ranks = loop {
+            let ranks = children(run.child.id());
+            if ranks.len() == 2 {
+                break ranks;
+            }
+            assert!(Instant::now() < until, "the ranks do not start");
+        };
+        std::thread::sleep(Duration::from_millis(delay_ms));
+        // It may have ended by then.
+        let _ = std::process::Command::new("kill")
+            .args(["-KILL", &ranks[victim].to_string()])
+            .stderr(Stdio::null())
+            .status();
+        let (status, _, lines) = run.end();
+        all_have_ended(&ranks);
+        let paths = ["record", "record/rank1"].map(|path| test_dir.at(path).join("summary.json"));
+        let left: Vec<Value> = paths.iter().filter(|path| path.exists()).map(|path| read_json(path)).collect();
+        match status.code() {
+            Some(0) => assert!(left.iter().all(|json| json["status"] == "finished"), "{left:?}"),
+            code => {
+                assert_eq!(code, Some(1), "{lines:?}");
+                assert!(error_of(&lines).contains(&format!("rank {victim}: ")), "{lines:?}");
+            }
         }
     }
 }
