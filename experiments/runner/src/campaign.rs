@@ -5,16 +5,18 @@
 //! a part the commands resume. After a kill there is either a part's complete record or the state from which its
 //! command resumes.
 
+mod origin;
 mod parts;
 mod rows;
 
-use crate::repository::this_program;
+use crate::repository::{self, this_program};
 use crate::study::record::{provenance, write_json};
 use crate::study::run::BUDGET;
 use crate::table::table;
 use anyhow::{Context, Result, bail};
 use clap::Args;
-use parts::{Need, Part};
+use origin::{Fact, Origin};
+use parts::{Need, Part, Record};
 use rows::Difference;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -22,7 +24,7 @@ use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
-use terminal::{Cell, Column, Page, RuntimeFailure, say};
+use terminal::{Cell, Column, Page, RuntimeFailure, Table, say};
 use vramlab::CudaDriver;
 use vramlab::input::{DOCUMENT, read_text};
 
@@ -30,8 +32,6 @@ use vramlab::input::{DOCUMENT, read_text};
 const DONE: &str = "campaign.json";
 /// Number of values printed per part without `--json`.
 const SHOWN: usize = 12;
-/// Relative difference up to which two values count as equal.
-const SAME: f64 = 0.01;
 
 #[derive(Debug, Args)]
 #[command(
@@ -83,8 +83,47 @@ struct Planned {
     /// A spec of it that is not here: the part is skipped.
     #[serde(skip_serializing_if = "Option::is_none")]
     missing_spec: Option<String>,
+    /// Its committed records, below `results`.
+    kept: Vec<Kept>,
+    /// Its records that have no committed one.
+    not_kept: Vec<String>,
     command: Vec<String>,
     documents: Vec<String>,
+}
+
+/// A committed record.
+#[derive(Debug, Serialize)]
+struct Kept {
+    path: String,
+    /// What it does not say of its making.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    lacks: Vec<Fact>,
+}
+
+/// A new record compared with the committed one.
+#[derive(Debug)]
+struct Compared {
+    part: String,
+    /// Its path in the campaign's directory.
+    made: String,
+    /// `None` where no record is kept.
+    differences: Option<Vec<Difference>>,
+    /// Runs of the new record that did not complete, by reason.
+    failures: BTreeMap<String, usize>,
+}
+
+impl Compared {
+    /// The possible causes of its differences; empty without a difference.
+    fn because(&self) -> Vec<String> {
+        let all = self.differences.iter().flatten();
+        let mut because: Vec<String> =
+            all.clone().find(|one| !one.is_none()).map_or_else(Vec::new, |one| one.because.clone());
+        if all.clone().any(|one| !one.is_none()) && because.is_empty() {
+            because.push("no recorded cause".to_owned());
+        }
+        because.extend(self.failures.iter().map(|(reason, runs)| format!("{runs} runs did not complete ({reason})")));
+        because
+    }
 }
 
 /// Runs the remaining parts and compares.
@@ -140,11 +179,11 @@ pub(crate) fn campaign(args: &CampaignArgs) -> Result<()> {
             _ => failed.push(format!("{} (exit code {code})", part.name)),
         }
     }
-    let changes = compare(&chosen, &out)?;
+    let compared = compare(&chosen, &out)?;
     if args.json {
-        terminal::print_json(&changes)?
+        terminal::print_json(&compared.iter().flat_map(|one| one.differences.iter().flatten()).collect::<Vec<_>>())?
     } else {
-        differences(&changes).print()?
+        differences(&compared).print()?
     }
     if !failed.is_empty() {
         return Err(RuntimeFailure::new(format!("failed: {}", failed.join(", "))).into());
@@ -171,12 +210,25 @@ fn plan(chosen: &[Part], done: &BTreeMap<String, Finished>, out: &Path, budget: 
     let line = |part: &Part| {
         let here = done.get(&part.name);
         let there = part.records.iter().all(|record| out.join(&record.made).exists());
+        let (mut kept, mut not_kept) = (Vec::new(), Vec::new());
+        for record in &part.records {
+            let Some(path) = record.kept()? else {
+                not_kept.push(record.made.clone());
+                continue;
+            };
+            let lacks = Origin::read(&path, &record.rows)?.lacks(part.is_on_gpu());
+            let below =
+                repository::find("results").and_then(|results| Some(path.strip_prefix(results).ok()?.to_owned()));
+            kept.push(Kept { path: below.unwrap_or(path).to_string_lossy().into_owned(), lacks });
+        }
         Ok(Planned {
             part: part.name.clone(),
             needs: part.needs.clone(),
             seconds: here.map_or_else(|| rows::recorded_s(part), |here| Ok(Some(here.took_s)))?.or(part.seconds),
             done: here.is_some() && there,
             missing_spec: part.missing_spec().map(str::to_owned),
+            kept,
+            not_kept,
             command: part.words(out, budget)?,
             documents: part.documents.clone(),
         })
@@ -242,16 +294,36 @@ fn run(part: &Part, out: &Path, budget: f64) -> Result<(u8, Duration)> {
     Ok((code, began.elapsed()))
 }
 
-/// The new records compared with the committed ones, where both exist.
-fn compare(chosen: &[Part], out: &Path) -> Result<Vec<Difference>> {
+/// The new records compared with the committed ones.
+fn compare(chosen: &[Part], out: &Path) -> Result<Vec<Compared>> {
     let mut all = Vec::new();
     for part in chosen {
         for record in &part.records {
             let made = out.join(&record.made);
-            let (true, Some(kept)) = (made.exists(), record.kept()?) else { continue };
-            let read = |path: &Path| rows::read(path, &record.rows);
-            all.extend(rows::differences(&part.name, record, &read(&kept)?, &read(&made)?));
+            if !made.exists() {
+                continue;
+            }
+            let differences = match record.kept()? {
+                Some(kept) => Some(differences_from(&part.name, record, &kept, &made)?),
+                None => None,
+            };
+            all.push(Compared {
+                part: part.name.clone(),
+                made: record.made.clone(),
+                differences,
+                failures: rows::failures(&made)?,
+            });
         }
+    }
+    Ok(all)
+}
+
+fn differences_from(part: &str, record: &Record, kept: &Path, made: &Path) -> Result<Vec<Difference>> {
+    let read = |path: &Path| rows::read(path, &record.rows);
+    let mut all = rows::differences(part, record, &read(kept)?, &read(made)?);
+    if all.iter().any(|one| !one.is_none()) {
+        let causes = Origin::read(made, &record.rows)?.causes(&Origin::read(kept, &record.rows)?);
+        all.iter_mut().filter(|one| !one.is_none()).for_each(|one| one.because.clone_from(&causes));
     }
     Ok(all)
 }
@@ -278,48 +350,94 @@ fn page(planned: &[Planned]) -> Page {
     page.table(&table);
     page.note("seconds: the last call here, else the runs of the kept records, else an estimate");
     page.gap();
-    planned.iter().for_each(|part| page.line(format!("{}: {}", part.part, part.command.join(" "))));
+    for part in planned {
+        page.line(format!("{}: {}", part.part, part.command.join(" ")));
+    }
+    origins(planned, &mut page);
     page
 }
 
-fn differences(found: &[Difference]) -> Page {
+/// What is kept of the parts, and what the kept records do not say of their making.
+fn origins(planned: &[Planned], page: &mut Page) {
+    let mut lacking: BTreeMap<Vec<&str>, Vec<&str>> = BTreeMap::new();
+    for kept in planned.iter().flat_map(|part| &part.kept).filter(|kept| !kept.lacks.is_empty()) {
+        let facts: Vec<&str> = kept.lacks.iter().map(|fact| fact.name()).collect();
+        lacking.entry(facts).or_default().push(&kept.path);
+    }
+    if !lacking.is_empty() {
+        page.title("Kept records that do not say all of their making");
+        for (facts, mut records) in lacking {
+            records.sort_unstable();
+            records.dedup();
+            page.line(format!("no {}: {}", facts.join(", "), records.join(", ")));
+        }
+    }
+    let without: Vec<String> = planned
+        .iter()
+        .filter(|part| !part.not_kept.is_empty())
+        .map(|part| {
+            let all = part.kept.is_empty();
+            if all { part.part.clone() } else { format!("{} ({})", part.part, part.not_kept.join(", ")) }
+        })
+        .collect();
+    if !without.is_empty() {
+        page.title("Parts without a kept record");
+        page.line(without.join(", "));
+    }
+}
+
+fn differences(compared: &[Compared]) -> Page {
     let mut page = Page::stdout();
-    let mut by_part: BTreeMap<&str, Vec<&Difference>> = BTreeMap::new();
-    found.iter().for_each(|difference| by_part.entry(&difference.part).or_default().push(difference));
-    if by_part.is_empty() {
-        page.line("No new record has a retained one to compare with.");
+    if compared.is_empty() {
+        page.line("Nothing was made.");
+    }
+    let mut by_part: Vec<(&str, Vec<&Compared>)> = Vec::new();
+    for one in compared {
+        match by_part.last_mut() {
+            Some((part, all)) if *part == one.part => all.push(one),
+            _ => by_part.push((&one.part, vec![one])),
+        }
     }
     for (part, all) in by_part {
-        let (same, changed): (Vec<&Difference>, Vec<&Difference>) =
-            all.into_iter().partition(|difference| difference.distance() <= SAME);
-        page.title(format!(
-            "{part}: {} of {} figures are as they were, within 1 %",
-            same.len(),
-            same.len() + changed.len()
-        ));
-        if changed.is_empty() {
-            continue;
+        let figures: Vec<&Difference> = all.iter().flat_map(|one| one.differences.iter().flatten()).collect();
+        let mut changed: Vec<&Difference> = figures.iter().filter(|one| !one.is_none()).copied().collect();
+        changed.sort_by(|one, other| other.distance().total_cmp(&one.distance()));
+        let same = figures.len() - changed.len();
+        page.title(format!("{part}: {same} of {} figures are as they were, within 1 %", figures.len()));
+        if !changed.is_empty() {
+            page.table(&changes(&changed));
+            if changed.len() > SHOWN {
+                page.note(format!("{} more; --json has all", changed.len() - SHOWN));
+            }
         }
-        let number = |value: Option<f64>| {
-            Cell::or_dash(
-                value.map(|value| format!("{value:.6}").trim_end_matches('0').trim_end_matches('.').to_owned()),
-            )
-        };
-        let table = table(
-            changed.iter().take(SHOWN).copied(),
-            &[
-                (Column::text("figure"), &|one: &Difference| Cell::from(&one.figure)),
-                (Column::right("kept"), &|one: &Difference| number(one.kept)),
-                (Column::right("new"), &|one: &Difference| number(one.new)),
-                (Column::right("ratio"), &|one: &Difference| {
-                    Cell::or_dash(one.ratio.map(|ratio| format!("{ratio:.3}")))
-                }),
-            ],
-        );
-        page.table(&table);
-        if changed.len() > SHOWN {
-            page.note(format!("{} more; --json has all", changed.len() - SHOWN));
+        let mut because: BTreeMap<Vec<String>, Vec<&str>> = BTreeMap::new();
+        for one in &all {
+            because.entry(one.because()).or_default().push(&one.made);
+        }
+        for (causes, records) in because.iter().filter(|(causes, _)| !causes.is_empty()) {
+            page.note(format!("{} differs: {}", records.join(", "), causes.join("; ")));
+        }
+        let without: Vec<&str> =
+            all.iter().filter(|one| one.differences.is_none()).map(|one| one.made.as_str()).collect();
+        if !without.is_empty() {
+            page.note(format!("no kept record of {}", without.join(", ")));
         }
     }
     page
+}
+
+/// The table of the largest differences.
+fn changes(changed: &[&Difference]) -> Table {
+    let number = |value: Option<f64>| {
+        Cell::or_dash(value.map(|value| format!("{value:.6}").trim_end_matches('0').trim_end_matches('.').to_owned()))
+    };
+    table(
+        changed.iter().take(SHOWN).copied(),
+        &[
+            (Column::text("figure"), &|one: &Difference| Cell::from(&one.figure)),
+            (Column::right("kept"), &|one: &Difference| number(one.kept)),
+            (Column::right("new"), &|one: &Difference| number(one.new)),
+            (Column::right("ratio"), &|one: &Difference| Cell::or_dash(one.ratio.map(|ratio| format!("{ratio:.3}")))),
+        ],
+    )
 }

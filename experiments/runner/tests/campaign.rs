@@ -161,6 +161,8 @@ fn folders_of_experiments_are_compared() {
     let rows = |out: &str| test_dir.run(&["campaign", "--file", "parts.toml", "--json", "-o", out]).ok().rows();
     test_dir.write("small.toml", SMALL);
     assert!(rows("first").is_empty(), "nothing is kept yet");
+    let page = |out: &str| test_dir.run(&["campaign", "--file", "parts.toml", "-o", out]).ok().stdout;
+    assert!(page("first").contains("no kept record of sim/small"));
     fs::create_dir_all(test_dir.at("experiments/results")).unwrap();
     for label in ["2026-01-01-sim", "2026-01-02-sim"] {
         let archive = format!("experiments/results/{label}.tar.xz");
@@ -184,11 +186,43 @@ fn folders_of_experiments_are_compared() {
     let ratios: Vec<(bool, Option<f64>)> =
         changes.iter().map(|row| (row["figure"].as_str().unwrap().contains("naive"), row["ratio"].as_f64())).collect();
     assert_eq!(ratios, [(true, Some(2.0)), (false, Some(1.0)), (false, Some(1.0)), (true, Some(1.0))], "{changes:?}");
-    let page = test_dir.run(&["campaign", "--file", "parts.toml", "-o", "second"]).ok().stdout;
+    let page = page("second");
     assert!(page.contains("small: 3 of 4 figures are as they were") && page.contains("2.000"), "{page}");
+    assert!(page.contains("sim/small differs: no recorded cause"), "{page}");
     // A width that only one of the two has.
     test_dir.write("small.toml", SMALL.replace("[5, 9]", "[5, 7]"));
     let alone: Vec<Value> = rows("third").into_iter().filter(|row| row.get("ratio").is_none()).collect();
     assert_eq!(alone.len(), 4, "two cells of width 7 and two of width 12: {alone:?}");
     assert_eq!(alone.iter().filter(|row| row.get("kept").is_some()).count(), 2, "{alone:?}");
+    assert!(alone.iter().all(|row| row["because"][0] == "the spec changed"), "{alone:?}");
+    let plan = test_dir.run(&["campaign", "--file", "parts.toml", "-o", "third", "--plan", "--json"]).ok().rows();
+    let kept = json!([{"path": "2026-01-02-sim/small"}]);
+    assert_eq!((&plan[0]["kept"], &plan[0]["not_kept"]), (&kept, &json!([])), "{plan:?}");
+}
+
+/// The plan says what a kept record does not say of its making, and which parts have none.
+#[test]
+fn the_plan_names_what_kept_records_lack() {
+    let test_dir = TestDir::new();
+    let part = |name: &str| {
+        format!(
+            "[[part]]\nname = '{name}'\nneeds = ['gpu']\ncommand = ['true', '{{profile}}']\nprofile = '*/old/../profile.json'\n\
+             documents = []\n[[part.record]]\nmade = '{name}.json'\nkept = '*/{name}.json'\nkey = ['arm']\nfigures = ['ms']\n"
+        )
+    };
+    test_dir.write("parts.toml", part("kept") + &part("new"));
+    fs::create_dir_all(test_dir.at("experiments/results/2026-01-01-h100/old")).unwrap();
+    fs::create_dir_all(test_dir.at("experiments/results/2026-01-02-h200")).unwrap();
+    test_dir.write("experiments/results/2026-01-01-h100/profile.json", "{}");
+    test_dir.write("experiments/results/2026-01-02-h200/profile.json", "{}");
+    let rows = json!([{"arm": "a", "ms": 1, "build": "0123abcd", "started_at": "2026-01-02T00:00:00Z"}]);
+    test_dir.write("experiments/results/2026-01-02-h200/kept.json", rows.to_string());
+    let plan = test_dir.run(&["campaign", "--file", "parts.toml", "--plan", "--json"]).ok().rows();
+    let lacks = json!(["command", "clean", "driver", "host"]);
+    assert_eq!(plan[0]["kept"], json!([{"path": "2026-01-02-h200/kept.json", "lacks": lacks}]));
+    assert_eq!((&plan[1]["kept"], &plan[1]["not_kept"]), (&json!([]), &json!(["new.json"])));
+    assert_eq!(plan[0]["command"][1], "experiments/results/2026-01-01-h100/old/../profile.json");
+    let page = test_dir.run(&["campaign", "--file", "parts.toml", "--plan"]).ok().stdout;
+    assert!(page.contains("no command, clean flag, driver, host: 2026-01-02-h200/kept.json"), "{page}");
+    assert!(page.contains("Parts without a kept record\nnew"), "{page}");
 }

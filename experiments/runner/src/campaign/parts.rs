@@ -53,6 +53,9 @@ pub(super) struct Part {
     pub(super) needs: Vec<Need>,
     /// Seconds of its command, roughly, where no committed record contains them.
     pub(super) seconds: Option<f64>,
+    /// The committed profile for `{profile}`, below `results` as `kept` of a record [default: the newest of a GPU].
+    #[serde(default = "Part::profile")]
+    profile: String,
     /// Words of the command, with placeholders in braces.
     pub(super) command: Vec<String>,
     /// File for its output, in the campaign's directory.
@@ -158,6 +161,15 @@ fn newest(pattern: &str) -> Result<Option<PathBuf>> {
 }
 
 impl Part {
+    fn profile() -> String {
+        format!("*/{PROFILE}")
+    }
+
+    /// Whether it needs a GPU.
+    pub(super) fn is_on_gpu(&self) -> bool {
+        self.needs.iter().any(|need| matches!(need, Need::Gpu | Need::TwoGpus | Need::FourGpus))
+    }
+
     /// The first of its specs that is not here, if any.
     pub(super) fn missing_spec(&self) -> Option<&str> {
         let is_here = |spec: &str| repository::find(&format!("specs/{spec}.toml")).is_some();
@@ -172,7 +184,7 @@ impl Part {
         let directory = repository::find(FILE).and_then(|path| Some(path.parent()?.to_owned()));
         let directory = directory.unwrap_or_else(|| PathBuf::from("experiments"));
         let made = Some(out.join(PROFILE)).filter(|path| path.exists());
-        let committed = || newest(&format!("*/{PROFILE}"));
+        let committed = || newest(&self.profile);
         let profile = made.map_or_else(committed, |made| Ok(Some(made)))?.unwrap_or_else(|| PathBuf::from(PROFILE));
         let python = std::env::var("PYTHON").unwrap_or_else(|_| "python3".to_owned());
         let programs = repository::this_program()?.parent().map(Path::to_owned).unwrap_or_default();

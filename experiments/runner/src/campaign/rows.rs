@@ -32,7 +32,13 @@ pub(super) struct Difference {
     /// `new / kept`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) ratio: Option<f64>,
+    /// How the making of the two records differed, if the values differ: the possible causes.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(super) because: Vec<String>,
 }
+
+/// Relative difference up to which two values count as equal.
+const SAME: f64 = 0.01;
 
 /// The rows of a record: the runs of an experiment, the lines of a table, or the objects of an array, at a key if
 /// given.
@@ -97,13 +103,30 @@ fn of_cells(row: BTreeMap<String, String>) -> Value {
     row.into_iter().map(|(name, cell)| (name, value(cell))).collect::<Map<String, Value>>().into()
 }
 
+/// A JSON document of a run, if it has one.
+fn of_run(run: &Path, name: &str) -> Option<Value> {
+    serde_json::from_str(&read_text(&run.join(format!("{name}.json")), DOCUMENT).ok()?).ok()
+}
+
+/// The runs of an experiment that failed or were skipped, counted by the recorded reason. Other records have none.
+pub(super) fn failures(path: &Path) -> Result<BTreeMap<String, usize>> {
+    let mut all = BTreeMap::new();
+    if path.is_dir() {
+        for run in entries(&path.join("runs"))? {
+            let Some(row) = of_run(&run, "run").filter(|row| row["status"] != "done") else { continue };
+            let reason = row["error"].as_str().or_else(|| row["status"].as_str()).unwrap_or_default();
+            // A program's error may have more lines.
+            *all.entry(reason.lines().next().unwrap_or_default().to_owned()).or_default() += 1;
+        }
+    }
+    Ok(all)
+}
+
 /// The completed runs of an experiment: the runner's record of each, together with its program's output.
 fn of_experiment(folder: &Path) -> Result<Vec<Value>> {
     let mut rows = Vec::new();
     for run in entries(&folder.join("runs"))? {
-        let document = |name: &str| -> Option<Value> {
-            serde_json::from_str(&read_text(&run.join(format!("{name}.json")), DOCUMENT).ok()?).ok()
-        };
+        let document = |name: &str| of_run(&run, name);
         let Some(mut row) = document("run").filter(|row| row["status"] == "done") else { continue };
         for name in ["summary", "result"] {
             // Programs that accept several files print an array; here each was started for one.
@@ -188,7 +211,7 @@ pub(super) fn differences(part: &str, record: &Record, kept: &[Value], new: &[Va
         .map(|figure| {
             let (kept, new) = (kept.get(figure).copied(), new.get(figure).copied());
             let ratio = kept.zip(new).filter(|(kept, _)| *kept != 0.0).map(|(kept, new)| new / kept);
-            Difference { part: part.to_owned(), figure: figure.clone(), kept, new, ratio }
+            Difference { part: part.to_owned(), figure: figure.clone(), kept, new, ratio, because: Vec::new() }
         })
         .collect();
     all.sort_by(|one, other| other.distance().total_cmp(&one.distance()));
@@ -196,6 +219,11 @@ pub(super) fn differences(part: &str, record: &Record, kept: &[Value], new: &[Va
 }
 
 impl Difference {
+    /// Whether the two values count as equal.
+    pub(super) fn is_none(&self) -> bool {
+        self.distance() <= SAME
+    }
+
     /// The ratio of the two values, the larger over the smaller; infinite for a value of only one record.
     pub(super) fn distance(&self) -> f64 {
         match (self.ratio, self.kept == self.new) {
