@@ -7,6 +7,9 @@ mod mutate;
 #[cfg(unix)]
 #[path = "../../app/terminal/tests/common/pty.rs"]
 mod pty;
+#[cfg(unix)]
+#[path = "../../app/terminal/tests/common/signals.rs"]
+mod signals;
 
 mod arithmetic;
 mod cli;

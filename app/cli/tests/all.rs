@@ -11,6 +11,9 @@ mod nsight_export;
 #[cfg(unix)]
 #[path = "../../../app/terminal/tests/common/pty.rs"]
 mod pty;
+#[cfg(unix)]
+#[path = "../../../app/terminal/tests/common/signals.rs"]
+mod signals;
 
 mod advise;
 mod advise_agreement;

@@ -21,26 +21,9 @@ fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..").canonicalize().unwrap()
 }
 
-/// The program, which finds signals as a shell leaves them: these tests may run under `nohup`, or in the background of a script.
+/// The program.
 fn process(test_dir: &TestDir, arguments: &[&str]) -> Command {
-    let mut command = test_dir.process(arguments);
-    with_signals(&mut command);
-    command
-}
-
-fn with_signals(command: &mut Command) {
-    use libc::{SIG_DFL, SIG_ERR, SIGCHLD, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
-    let reset = || {
-        for signal in [SIGCHLD, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2] {
-            // SAFETY: `signal` sets a disposition, which no pointer is needed for.
-            if unsafe { libc::signal(signal, SIG_DFL) } == SIG_ERR {
-                return Err(std::io::Error::last_os_error());
-            }
-        }
-        Ok(())
-    };
-    // SAFETY: between fork and exec only what is safe in a signal's handler may be done, as `signal` is; nothing is allocated.
-    unsafe { command.pre_exec(reset) };
+    test_dir.process(arguments)
 }
 
 /// `vramlab run` with a command of the shell.
@@ -148,7 +131,7 @@ fn a_program_that_dies_by_a_signal_ends_this_one_so() {
     for signal in ["TERM", "KILL", "SEGV", "INT", "USR1"] {
         let status = run(&test_dir, &format!("kill -{signal} $$")).stderr(Stdio::null()).status().unwrap();
         let mut alone = Command::new("sh");
-        with_signals(alone.args(["-c", &format!("kill -{signal} $$")]));
+        alone.args(["-c", &format!("kill -{signal} $$")]);
         let expected = alone.status().unwrap();
         assert_eq!(status.signal(), expected.signal(), "{signal}");
         assert!(status.signal().is_some());
@@ -170,7 +153,6 @@ fn signals_go_to_the_program() {
     }
     // Ignored signals stay ignored, as under nohup.
     let mut nohup = Command::new("sh");
-    with_signals(&mut nohup);
     let script = format!("trap '' HUP; exec {} run -- sh -c 'kill -HUP $$; echo alive'", common::PROGRAM);
     let output = nohup.args(["-c", &script]).current_dir(test_dir.at(".")).output().unwrap();
     assert_eq!(output.stdout, b"alive\n");

@@ -4,3 +4,5 @@
 
 mod programs;
 mod records;
+#[path = "../../terminal/tests/common/signals.rs"]
+mod signals;

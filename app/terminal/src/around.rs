@@ -148,6 +148,8 @@ pub(crate) fn contain_fault() {
 
 #[cfg(target_os = "linux")]
 pub use system::end_with_parent;
+#[cfg(unix)]
+pub(crate) use system::unblock;
 
 #[cfg(not(unix))]
 mod system {

@@ -96,9 +96,13 @@ pub fn report_panics() {
     }));
 }
 
-/// Initialises a program: a panic prints one line, exceeding the file size limit is an error, and child processes can be waited for.
+/// Initialises a program: a panic prints one line, exceeding the file size limit is an error, child processes can be waited for, and
+/// signals arrive, whatever the parent process ignores or blocks.
 pub fn begin() {
     report_panics();
+    // If the system refuses, the signals stay blocked, as the parent process requested.
+    #[cfg(unix)]
+    let _ = signals::unblock();
     // If the system refuses a handler, exceeding the limit ends the process, which is the default.
     let _ = signals::outlive_file_limits();
     let _ = signals::collect_children();

@@ -7,6 +7,8 @@
 
 use crate::{exit, fail};
 use std::sync::Arc;
+#[cfg(unix)]
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 use vramlab::output;
@@ -83,6 +85,30 @@ pub fn collect_children() -> std::io::Result<()> {
 #[cfg(unix)]
 pub(crate) fn children_were_ignored() -> bool {
     CHILDREN_WERE_IGNORED.load(SeqCst)
+}
+
+/// The signal mask of this process on start, if [`unblock`] changed it.
+#[cfg(unix)]
+static MASK_ON_START: OnceLock<libc::sigset_t> = OnceLock::new();
+
+/// Unblocks the signals that the programs handle. A parent that starts this process with blocked signals, which are inherited, could
+/// otherwise not end it except by SIGKILL. Later threads inherit the mask of the thread that calls this.
+///
+/// # Errors
+/// The system refuses to change the mask.
+#[cfg(unix)]
+pub fn unblock() -> std::io::Result<()> {
+    use signal_hook::consts::{SIGCHLD, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2, SIGXFSZ};
+    const HANDLED: [i32; 8] = [SIGCHLD, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2, SIGXFSZ];
+    if let Some(before) = crate::around::unblock(&HANDLED)? {
+        let _ = MASK_ON_START.set(before);
+    }
+    Ok(())
+}
+
+#[cfg(unix)]
+pub(crate) fn mask_on_start() -> Option<libc::sigset_t> {
+    MASK_ON_START.get().copied()
 }
 
 /// Makes the first signal end the process immediately and remove unfinished files, for programs without a record. If the system refuses

@@ -12,6 +12,10 @@ use terminal::{Cell, Column, Comparison, Page, Screen, Table};
 use unicode_width::UnicodeWidthStr;
 use vramlab::output::{Existing, OutputFile};
 
+#[cfg(unix)]
+#[path = "common/signals.rs"]
+mod signals;
+
 fn screen(width: usize) -> Screen {
     Screen { width: Some(width), styled: false }
 }

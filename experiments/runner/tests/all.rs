@@ -5,6 +5,9 @@ mod common;
 #[cfg(unix)]
 #[path = "../../../app/terminal/tests/common/pty.rs"]
 mod pty;
+#[cfg(unix)]
+#[path = "../../../app/terminal/tests/common/signals.rs"]
+mod signals;
 
 mod advise_truth;
 mod bench_fidelity;

@@ -355,13 +355,6 @@ mod ends {
         kill_process(Pid::from_raw(to.try_into().unwrap()).unwrap(), signal).unwrap();
     }
 
-    /// Whether this process, and therefore its children, ignores HUP, as under `nohup`.
-    fn ignores_hup() -> bool {
-        let text = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-        let mask = text.lines().find_map(|line| line.strip_prefix("SigIgn:"));
-        mask.is_some_and(|mask| u64::from_str_radix(mask.trim(), 16).unwrap() & 1 != 0)
-    }
-
     /// State and parent of a process; `None` if it does not exist.
     fn look(process: u32) -> Option<(char, u32)> {
         let text = std::fs::read_to_string(format!("/proc/{process}/stat")).ok()?;
@@ -396,7 +389,7 @@ mod ends {
     #[test]
     fn signals_end_the_runner_and_its_trainers_cleanly() {
         let signals = [(Signal::INT, 130), (Signal::TERM, 143), (Signal::HUP, 129)];
-        for (signal, code) in signals.into_iter().filter(|(signal, _)| *signal != Signal::HUP || !ignores_hup()) {
+        for (signal, code) in signals {
             for jobs in [1, 3] {
                 let test_dir = TestDir::new();
                 let (child, trainers) = long(&test_dir, &["--jobs", &jobs.to_string()], jobs);
@@ -431,6 +424,31 @@ mod ends {
         // Both signals have arrived when it ends; if the first had counted, the exit code would be different.
         assert_eq!(Ran::of(child.wait_with_output().unwrap()).code, Some(143));
         assert!(trainers.iter().all(|trainer| is_over(*trainer)));
+    }
+
+    /// A supervisor may start it with signals blocked and ignored: runs end, and a signal ends them.
+    #[test]
+    fn a_runner_works_whatever_signals_it_finds() {
+        for ignored in [false, true] {
+            let test_dir = TestDir::new();
+            test_dir.write("small.toml", SMALL);
+            let withheld = |spec: &str| {
+                test_dir.write("small.toml", spec);
+                let mut command = test_dir.process(&["run", "small.toml", "--device", "sim", "-o", "out", "--again"]);
+                command.stderr(std::process::Stdio::piped()).stdout(std::process::Stdio::piped());
+                crate::signals::withhold(&mut command, ignored);
+                command.spawn().unwrap()
+            };
+            Ran::of(withheld(SMALL).wait_with_output().unwrap()).ok();
+            let child = withheld(&SMALL.replace("epochs = 2", "epochs = 50000"));
+            until("it should have begun a run", || {
+                !begun_and_whole(&test_dir).0.is_empty() && !children(child.id()).is_empty()
+            });
+            let trainers = children(child.id());
+            send(Signal::TERM, child.id());
+            assert_eq!(Ran::of(child.wait_with_output().unwrap()).code, Some(143), "ignored: {ignored}");
+            assert!(trainers.iter().all(|trainer| is_over(*trainer)));
+        }
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! How `vramlab run` ends: as the program, whatever becomes of it and of the folder, and never not at all.
 
 use super::*;
+use crate::signals;
 use std::os::unix::fs::symlink;
 
 /// `vramlab run` into the folder `out`.
@@ -160,7 +161,7 @@ fn a_full_disk_costs_nothing() {
     for (end, code, signal) in [("exit 7", Some(7), None), ("kill -9 $$", None, Some(9))] {
         let mut limited = Command::new("sh");
         let script = format!("ulimit -f 0; exec {} run --output out -- sh -c '{end}'", common::PROGRAM);
-        with_signals(limited.args(["-c", &script]).current_dir(test_dir.at(".")).env("COLUMNS", "1000"));
+        limited.args(["-c", &script]).current_dir(test_dir.at(".")).env("COLUMNS", "1000");
         let (status, said) = ended(limited);
         assert_eq!((status.code(), status.signal()), (code, signal), "{said}");
         let line = said.lines().find(|line| line.contains("no record is left of this run"));
@@ -243,9 +244,54 @@ fn children_that_are_ignored_can_be_waited_for() {
         };
         let show = "grep SigIgn /proc/$$/status";
         let mut alone = Command::new("sh");
-        with_signals(alone.args(["-c", show]));
+        alone.args(["-c", show]);
         assert_eq!(masks(run(&test_dir, show)), masks(alone));
     }
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn signals_that_are_ignored_or_blocked_on_start_are_so_for_the_program() {
+    for ignored in [false, true] {
+        let masks = |mut command: Command| {
+            signals::withhold(&mut command, ignored);
+            let live = Live::start(command);
+            // Two have their default: SIGPIPE in all that Rust starts, and SIGXFSZ, which this program handles.
+            let mask = |line: String| {
+                let bits = u64::from_str_radix(line.rsplit('\t').next().unwrap(), 16).unwrap();
+                bits & !(1 << (libc::SIGPIPE - 1) | 1 << (libc::SIGXFSZ - 1))
+            };
+            let masks = [live.line(), live.line()].map(mask);
+            assert_eq!(live.end().0.code(), Some(0));
+            assert_ne!(masks[0], 0);
+            masks
+        };
+        let test_dir = TestDir::new();
+        // No shell, which may clear its mask.
+        let show = ["grep", "-E", "Sig(Blk|Ign)", "/proc/self/status"];
+        let mut alone = Command::new(show[0]);
+        alone.args(&show[1..]);
+        let run = process(&test_dir, &[&["run", "--"], show.as_slice()].concat());
+        assert_eq!(masks(run), masks(alone), "ignored: {ignored}");
+    }
+}
+
+/// The program has the signal blocked, so the second one kills it.
+#[test]
+#[cfg(target_os = "linux")]
+fn a_signal_that_is_blocked_on_start_ends_the_run() {
+    let test_dir = TestDir::new();
+    let mut command = process(&test_dir, &["run", "--", "cat"]);
+    signals::withhold(command.stdin(Stdio::piped()), false);
+    let mut live = Live::start(command);
+    // Open until the end, for which `cat` would not wait.
+    let mut input = live.child.stdin.take().unwrap();
+    input.write_all(b"ready\n").unwrap();
+    assert_eq!(live.line(), "ready");
+    live.send(Signal::TERM);
+    std::thread::sleep(Duration::from_millis(200));
+    live.send(Signal::TERM);
+    assert_eq!(live.end().0.signal(), Some(Signal::TERM.as_raw()));
 }
 
 #[test]

@@ -44,7 +44,6 @@ fn others_cannot_read_a_folder_that_is_made_nor_its_record() {
             .args(["-c", "umask 0; exec \"$0\" \"$@\"", common::PROGRAM])
             .args(arguments)
             .current_dir(test_dir.at("."));
-        with_signals(&mut shell);
         let (status, said) = ended(shell);
         assert_eq!(status.code(), Some(0), "{said}");
     };

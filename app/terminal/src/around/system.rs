@@ -55,6 +55,9 @@ impl Listening {
         if signals::children_were_ignored() {
             ignore_children(command);
         }
+        if let Some(mask) = signals::mask_on_start() {
+            set_mask(command, mask);
+        }
         let (events, heard) = channel();
         let (hand_over, pids) = channel();
         let exit = events.clone();
@@ -229,6 +232,39 @@ fn ignore_children(command: &mut Command) {
     };
     // SAFETY: code between fork and exec must be async-signal-safe; `signal` is, and nothing is allocated.
     unsafe { command.pre_exec(ignore) };
+}
+
+/// Unblocks signals in the calling thread. Returns the mask from before if one of them was blocked.
+pub(crate) fn unblock(signals: &[i32]) -> std::io::Result<Option<libc::sigset_t>> {
+    let mut open = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
+    // SAFETY: `sigemptyset` writes a complete set to the place that the pointer names, which is this function's own.
+    unsafe { libc::sigemptyset(open.as_mut_ptr()) };
+    // SAFETY: `sigemptyset` initialised the set.
+    let mut open = unsafe { open.assume_init() };
+    for signal in signals {
+        // SAFETY: the set is initialised and this function's own.
+        unsafe { libc::sigaddset(&raw mut open, *signal) };
+    }
+    let mut before = open;
+    // SAFETY: both sets are initialised and this function's own.
+    let error = unsafe { libc::pthread_sigmask(libc::SIG_UNBLOCK, &raw const open, &raw mut before) };
+    if error != 0 {
+        return Err(std::io::Error::from_raw_os_error(error));
+    }
+    // SAFETY: the call above initialised the set.
+    let was_blocked = |signal: &i32| unsafe { libc::sigismember(&raw const before, *signal) } == 1;
+    Ok(signals.iter().any(was_blocked).then_some(before))
+}
+
+/// Starts a command with a signal mask: that of this process on start.
+fn set_mask(command: &mut Command, mask: libc::sigset_t) {
+    let set = move || {
+        // SAFETY: the set is initialised and the closure's own; a null pointer requests no previous mask.
+        let error = unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &raw const mask, std::ptr::null_mut()) };
+        if error == 0 { Ok(()) } else { Err(std::io::Error::from_raw_os_error(error)) }
+    };
+    // SAFETY: code between fork and exec must be async-signal-safe; the closure makes one system call and allocates nothing.
+    unsafe { command.pre_exec(set) };
 }
 
 #[cfg(test)]
