@@ -115,8 +115,7 @@ def from_f32(table: pl.DataFrame, *, title: str = "") -> Figure:
     axes.axvline(0, color=style.INK, linewidth=0.9, zorder=1)
     axes.set_yticks(range(len(kinds)), kinds)
     axes.invert_yaxis()
-    axes.set_xlabel("final loss above f32, %")
-    axes.set_title(title)
+    axes.set(xlabel="final loss above f32, %", title=title)
     style.grid(axes)
     figure.legend(loc="outside lower center", ncols=3)
     return figure

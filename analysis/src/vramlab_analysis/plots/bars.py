@@ -83,13 +83,11 @@ def grouped(
     else:
         offsets = [(index - (len(names) - 1) / 2) * thick for index in range(len(names))]
         axes.set_xticks(offsets, names)
-        axes.set_xlim(-0.5, 0.5)
-        axes.set_xlabel(name_label)
+        axes.set(xlim=(-0.5, 0.5), xlabel=name_label)
     if log:
         style.log_axis(axes)
     axes.margins(y=0.12)
-    axes.set_ylabel(unit)
-    axes.set_title(title)
+    axes.set(ylabel=unit, title=title)
     style.grid(axes)
     return figure
 
@@ -120,8 +118,7 @@ def stacked(
         label = axes.annotate(text, (left, row), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
         labels.append((label, left))
     axes.set_yticks(range(len(rows)), [style.wrapped(name, 2.4) for name, _ in rows])
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_xlabel(unit)
+    axes.set(ylim=(len(rows) - 0.5, -0.5), xlabel=unit)
     if scale is not None:
         axes.xaxis.set_major_formatter(scale)
     axes.set_title(title)
@@ -142,9 +139,7 @@ def allocations(runs: list[tuple[str, pl.DataFrame]], *, title: str = "") -> Fig
         starts = steps.filter(pl.col("step") == 1)["index"].to_list()
         for start in starts[1:]:
             axes.axvline(start + 0.5, color=style.RULE, linewidth=0.8, zorder=0)
-        axes.set_ylim(0, max(float(counts.max()) * 1.25, 1))
-        axes.set_xlim(0.5, steps.height + 0.5)
-        axes.set_ylabel("calls/step")
+        axes.set(ylim=(0, max(float(counts.max()) * 1.25, 1)), xlim=(0.5, steps.height + 0.5), ylabel="calls/step")
         last = int(np.flatnonzero(counts)[-1]) + 1 if counts.any() else 0
         label = f"{name}: {int(counts.sum()):,} in all, "
         label += f"the last in step {last:,} of {steps.height:,}" if last else "none in a step"
@@ -180,8 +175,7 @@ def allocations_by_epoch(runs: list[tuple[str, Run]], *, title: str = "") -> Fig
     axes.set_ylim(bottom=0)
     axes.set_xticks(range(epochs), ["before", *map(str, range(1, epochs))])
     axes.set_xlabel("epoch with its validation (before: weights, data, first buffers)")
-    axes.set_ylabel("driver allocations")
-    axes.set_title(title)
+    axes.set(ylabel="driver allocations", title=title)
     style.grid(axes)
     figure.legend(loc="outside upper right", ncols=len(runs))
     return figure

@@ -77,8 +77,7 @@ def fidelity(cells: pl.DataFrame, *, machine: str, tolerance: float = 0.15, titl
     left.set(xlim=line, ylim=line)
     for which in ("x", "y"):
         style.log_axis(left, which)
-    left.set_xlabel(f"{machine}, µs per step")
-    left.set_ylabel("simulated, µs per step")
+    left.set(xlabel=f"{machine}, µs per step", ylabel="simulated, µs per step")
     rows = list(cells.iter_rows(named=True))
     right.axvspan(-100 * tolerance, 100 * tolerance, color=style.RULE, linewidth=0)
     right.axvline(0, color=style.GREY, linewidth=0.8)

@@ -67,13 +67,11 @@ def icicle(root: Frame, *, title: str = "", depth: int = 18, least: float = 0.00
     deepest = min(_depth(root, least * root.samples), depth)
     figure, axes = style.new(width=9.0, height=0.7 + 0.2 * deepest)
     _draw(axes, root, 0.0, 0, root.samples, depth, least)
-    axes.set_xlim(0, 1)
-    axes.set_ylim(deepest, 0)
+    axes.set(xlim=(0, 1), ylim=(deepest, 0))
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)
     axes.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "25 %", "50 %", "75 %", "100 %"])
-    axes.set_xlabel(f"share of the host's time ({root.samples:,} samples)")
-    axes.set_title(title)
+    axes.set(xlabel=f"share of the host's time ({root.samples:,} samples)", title=title)
     return figure
 
 

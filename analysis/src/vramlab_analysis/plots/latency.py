@@ -43,8 +43,7 @@ def nines(axes: Axes, most: float) -> None:
     names = ["0 %", "90 %", *[f"99{'.' if power > 2 else ''}{'9' * (power - 2)} %" for power in range(2, top + 1)]]
     axes.set_xticks(ticks, names[: len(ticks)])
     axes.minorticks_off()
-    axes.set_xlim(1.0, max(most, 10.0) * 1.3)
-    axes.set_xlabel("share of operations that took at most this time")
+    axes.set(xlim=(1.0, max(most, 10.0) * 1.3), xlabel="share of operations that took at most this time")
 
 
 def spectrum(

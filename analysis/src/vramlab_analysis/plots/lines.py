@@ -57,9 +57,7 @@ def width(
     below.set_xticks(ticks, [f"{tick}" for tick in ticks])
     below.minorticks_off()
     top.set_ylabel("time of one step, µs")
-    below.set_ylabel(f"ratio to {reference}")
-    below.set_ylim(bottom=0)
-    below.set_xlabel(by_label)
+    below.set(ylabel=f"ratio to {reference}", ylim=(0, None), xlabel=by_label)
     top.set_title(title)
     last = float(ticks[-1])
     style.label_right(top, last, ends)
@@ -87,9 +85,7 @@ def sweep(
     nonempty(frame, unit)
     figure, axes = style.new()
     _swept(axes, frame, by, value, series, scale=scale, names=names, colours=colours)
-    axes.set_xlabel(by_label)
-    axes.set_ylabel(unit)
-    axes.set_title(title)
+    axes.set(xlabel=by_label, ylabel=unit, title=title)
     figure.legend(loc="outside upper right", ncols=4)
     return figure
 

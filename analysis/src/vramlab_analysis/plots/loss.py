@@ -44,8 +44,7 @@ def curves(
         labelled.add(name)
     style.log_axis(axes)
     axes.set_xlabel("training step")
-    axes.set_ylabel("cross-entropy, nats" + (f" (mean of {over} steps)" if over > 1 else ""))
-    axes.set_title(title)
+    axes.set(ylabel="cross-entropy, nats" + (f" (mean of {over} steps)" if over > 1 else ""), title=title)
     style.grid(axes)
     style.legend(figure, *axes.get_legend_handles_labels())
     return figure
@@ -69,9 +68,7 @@ def against(
         ratio = (smooth(losses_of(steps, who).to_numpy(), over) / plain)[over - 1 :]
         axes.plot(steps["index"][over - 1 :] + 1, 100 * (ratio - 1), color=CYCLE[place % len(CYCLE)], label=who)
     axes.axhline(0, color=style.INK, linewidth=0.9)
-    axes.set_xlabel("training step")
-    axes.set_ylabel(f"loss above that of {name}, %\n(means of {over} steps)")
-    axes.set_title(title)
+    axes.set(xlabel="training step", ylabel=f"loss above that of {name}, %\n(means of {over} steps)", title=title)
     style.grid(axes)
     figure.legend(loc="outside upper right", ncols=3)
     return figure
@@ -106,10 +103,7 @@ def differences(pairs: list[tuple[str, pl.DataFrame]], *, bound: float | None = 
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.set_ylim(bottom=floor)
-    axes.set_xlabel("training step")
-    axes.set_ylabel("|ours − PyTorch| / PyTorch, loss")
-    axes.set_title(title)
+    axes.set(ylim=(floor, None), xlabel="training step", ylabel="|ours − PyTorch| / PyTorch, loss", title=title)
     style.grid(axes)
     figure.legend(loc="outside upper right", ncols=len(pairs))
     return figure

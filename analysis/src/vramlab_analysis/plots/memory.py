@@ -85,10 +85,7 @@ def within_steps(
     for column, colour in (("allocated", style.SKY), ("requested", style.BLUE)):
         axes.step(at, levels[column], where="post", color=colour, linewidth=1.2)
         ends.append((float(levels[column][-1]), column, colour))
-    axes.set_xlim(0, (end_ns - start_ns) / 1e3)
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("time, µs")
-    axes.set_ylabel("bytes")
+    axes.set(xlim=(0, (end_ns - start_ns) / 1e3), ylim=(0, None), xlabel="time, µs", ylabel="bytes")
     style.bytes_axis(axes)
     axes.set_title(style.wrapped(title, 6.5, size=10))
     style.grid(axes)
@@ -161,9 +158,7 @@ def block_map(
         if length:
             axes.axhline(at, color=style.RULE, linewidth=0.3, zorder=0)
     axes.set_xlim(0, (end_ns - start_ns) / 1e3)
-    axes.set_ylim(0, float(high.max()))
-    axes.set_xlabel("time, µs")
-    axes.set_ylabel("address, unused space left out")
+    axes.set(ylim=(0, float(high.max())), xlabel="time, µs", ylabel="address, unused space left out")
     style.bytes_axis(axes)
     axes.set_title(title)
     bar = figure.colorbar(ScalarMappable(norm, SIZES), ax=axes, pad=0.01, aspect=30)

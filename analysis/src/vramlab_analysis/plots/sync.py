@@ -75,7 +75,5 @@ def timeline(calls: pl.DataFrame, start_ns: int, end_ns: int, *, title: str = ""
         axes.broken_barh(waits, (lane - 0.36, 0.72), color=style.VERMILION)
     axes.set_yticks(range(len(lanes)), lanes)
     axes.invert_yaxis()
-    axes.set_xlim(0, (end_ns - start_ns) / 1e3)
-    axes.set_xlabel("host time, µs (red: waiting for the device)")
-    axes.set_title(title)
+    axes.set(xlim=(0, (end_ns - start_ns) / 1e3), xlabel="host time, µs (red: waiting for the device)", title=title)
     return figure
