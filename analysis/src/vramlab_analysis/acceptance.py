@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vramlab_analysis import experiments, repository
-from vramlab_analysis.errors import AnalysisError, parse_json, read_bytes
+from vramlab_analysis.errors import AnalysisError, read_json_lines
 from vramlab_analysis.experiments import Entry, Experiment
 
 Record = dict[str, Any]
@@ -191,8 +191,7 @@ def load(*paths: Path) -> Runs:
     for path in paths or files():
         here: dict[str, dict[str, Record]] = {}
         machine: Record = {}
-        for number, line in enumerate(read_bytes(path).splitlines(), 1):
-            one = parse_json(line, f"{path}: line {number}")
+        for number, one in enumerate(read_json_lines(path), 1):
             if isinstance(one, dict) and one.get("kind") == "machine":
                 machine = one
                 found.machines.append(one)

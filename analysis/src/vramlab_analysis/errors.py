@@ -90,6 +90,11 @@ def parse_json(data: bytes, where: str) -> Any:
         raise AnalysisError(f"{where}: not JSON ({printable(str(error))}); is the file truncated?") from error
 
 
+def read_json_lines(path: Path) -> list[Any]:
+    """The documents of a file that has one on each line; as `read_json`. An error names the line."""
+    return [parse_json(line, f"{path}: line {number}") for number, line in enumerate(read_bytes(path).splitlines(), 1)]
+
+
 def _plain(value: Any, deep: int) -> Any:
     if isinstance(value, str):
         return printable(value)

@@ -17,7 +17,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from vramlab_analysis import experiments, repository, style
-from vramlab_analysis.errors import AnalysisError, parse_json, read_bytes
+from vramlab_analysis.errors import AnalysisError, read_json_lines
 from vramlab_analysis.experiments import Entry
 
 MIB = 2**20
@@ -131,8 +131,7 @@ def files() -> list[Path]:
 def _lines(path: Path) -> Iterable[tuple[str, Any]]:
     """The records of a file or of an experiment, each with its place; a machine's come after its own."""
     if not path.is_dir():
-        for number, line in enumerate(read_bytes(path).splitlines(), 1):
-            yield f"{path}: line {number}", parse_json(line, f"{path}: line {number}")
+        yield from ((f"{path}: line {number}", one) for number, one in enumerate(read_json_lines(path), 1))
         return
     experiment = experiments.load_experiment(path)
     part, last = PARTS[experiment.name], None

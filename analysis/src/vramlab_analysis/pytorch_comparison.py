@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from vramlab_analysis import experiments, repository
-from vramlab_analysis.errors import AnalysisError, parse_json, read_bytes
+from vramlab_analysis.errors import AnalysisError, read_json_lines
 from vramlab_analysis.pages.cells import span
 from vramlab_analysis.pages.registry import markdown
 
@@ -43,10 +43,9 @@ def of_file() -> tuple[dict[str, Any], dict[tuple[int, str], dict[str, Any]]]:
     paths = repository.listing().files("training-beside.jsonl")
     if not paths:
         raise AnalysisError("experiments/results: no training-beside.jsonl.")
-    lines = [parse_json(line, str(paths[-1])) for line in read_bytes(paths[-1]).splitlines()]
     machine: dict[str, Any] = {}
     found = {}
-    for one in lines:
+    for one in read_json_lines(paths[-1]):
         if one["kind"] == "machine":
             machine = one
         else:

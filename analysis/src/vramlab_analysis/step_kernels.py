@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vramlab_analysis import repository
-from vramlab_analysis.errors import AnalysisError, parse_json, read_bytes
+from vramlab_analysis.errors import AnalysisError, read_json_lines
 from vramlab_analysis.pages.registry import markdown
 
 # Features and classes of MNIST, and linear layers.
@@ -35,10 +35,10 @@ def _file() -> Path:
 @cache
 def _steps() -> list[dict[str, Any]]:
     """The newest record's steps without removed kernels, by type and width."""
-    path = _file()
-    steps: list[dict[str, Any]] = [parse_json(line, str(path)) for line in read_bytes(path).splitlines()]
-    steps = [
-        step for step in steps if not any(part in kernel["name"] for kernel in step["kernels"] for part in REMOVED)
+    steps: list[dict[str, Any]] = [
+        step
+        for step in read_json_lines(_file())
+        if not any(part in kernel["name"] for kernel in step["kernels"] for part in REMOVED)
     ]
     return sorted(steps, key=lambda step: (step["dtype"], step["width"]))
 

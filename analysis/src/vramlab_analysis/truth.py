@@ -7,7 +7,7 @@ from typing import Any
 import polars as pl
 
 from vramlab_analysis import repository
-from vramlab_analysis.errors import AnalysisError, parse_json, read_bytes
+from vramlab_analysis.errors import AnalysisError, read_json_lines
 from vramlab_analysis.pages.registry import markdown
 
 # Held-out programs of the table, in its order.
@@ -60,9 +60,7 @@ def pairs() -> pl.DataFrame:
 
 def runs() -> list[dict[str, Any]]:
     """The measurements, a dictionary for each run."""
-    file = repository.results() / RUNS
-    lines = enumerate(read_bytes(file).splitlines(), 1)
-    return [parse_json(line, f"{file}:{number}") for number, line in lines]
+    return read_json_lines(repository.results() / RUNS)
 
 
 def table() -> str:
