@@ -80,10 +80,7 @@ def adapters(run):
             text = tokens(10 * turn + step, model.vocabulary, run.size(6, 2), run.size(400 + 100 * turn, 17)).to(run.device)
             with run.autocast():
                 loss = text_loss(model, text)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            run.loss(loss)
+            run.step(optimizer, loss)
         before = layers[0].layer.weight.clone()
         for layer in layers:
             layer.merge()

@@ -38,6 +38,13 @@ class Run:
         """Records one result of the program. Waits for the device, as `item` does."""
         self.losses.append(float(value.detach()) if isinstance(value, torch.Tensor) else float(value))
 
+    def step(self, optimizer, loss):
+        """Steps the optimizer down the gradient of a loss, frees the gradients and records the loss."""
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        self.loss(loss)
+
     @property
     def on_gpu(self):
         """True if it runs on a GPU."""
@@ -125,10 +132,7 @@ def train(run, model, optimizer=None, *, steps=6, shapes=((8, 512), (4, 768), (6
         text = tokens(step * run.ranks + (run.rank if own else 0), words, rows, length).to(run.device)
         with run.autocast():
             loss = text_loss(model, text)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        run.loss(loss)
+        run.step(optimizer, loss)
     return optimizer
 
 

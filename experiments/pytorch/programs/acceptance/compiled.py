@@ -25,10 +25,7 @@ def compiled_default(run):
         with run.autocast():
             logits = called(text[:, :-1])
             loss = F.cross_entropy(logits.flatten(0, 1).float(), text[:, 1:].flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        run.loss(loss)
+        run.step(optimizer, loss)
 
 
 @program(tolerance=1e-2, gib=5.0, seconds=60.0)
@@ -48,10 +45,7 @@ def compiled_graphs(run):
         rows = run.size(32, 4)
         with run.autocast():
             loss = F.cross_entropy(called(batch(step, rows)), tokens(step, 100, rows).to(run.device))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        run.loss(loss)
+        run.step(optimizer, loss)
         if step % 3 == 2:
             with torch.no_grad(), run.autocast():
                 for some in (rows, rows // 2):
@@ -124,7 +118,4 @@ def compiled_checkpoint(run):
         text = tokens(step, model.vocabulary, run.size(6, 2), run.size(385, 17)).to(run.device)
         with run.autocast():
             loss = text_loss(model, text)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        run.loss(loss)
+        run.step(optimizer, loss)

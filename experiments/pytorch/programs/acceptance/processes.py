@@ -83,10 +83,7 @@ def forked_workers(run):
         loader = DataLoader(OnHost(), batch_size=16, num_workers=2, multiprocessing_context="fork", pin_memory=run.on_gpu)
         for batch in loader:
             loss = model(batch.to(run.device, non_blocking=True)).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            run.loss(loss)
+            run.step(optimizer, loss)
 
 
 def add_to(weights, turns, done):

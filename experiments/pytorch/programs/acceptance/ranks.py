@@ -204,10 +204,7 @@ def tensor_parallel(run):
     for step in range(6):
         x = normals(step, run.size(512 + 512 * (step % 3), 4), width).to(run.device)
         loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        run.loss(loss)
+        run.step(optimizer, loss)
 
 
 @program(ranks=2, gpus=2, gib=4.0, seconds=25.0)
@@ -394,10 +391,7 @@ def ddp_compiled(run):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(5):
         loss = model(normals(2 * step + run.rank, 1024, width).to(run.device)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        run.loss(loss)
+        run.step(optimizer, loss)
 
 
 @program(ranks=2, gpus=2, gib=3.0, seconds=25.0)

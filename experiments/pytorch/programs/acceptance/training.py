@@ -356,7 +356,4 @@ def reinforce(run):
                 wanted = frozen(text).logits.float().log_softmax(-1)
             told = model(text).logits.float().log_softmax(-1)
             loss = (told.exp() * (told - wanted)).sum(-1).mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            run.loss(loss)
+            run.step(optimizer, loss)

@@ -68,10 +68,7 @@ def ensemble(run):
     for step in range(6):
         x = normals(step, 8, run.size(512 + 256 * (step % 2), 4), width).to(run.device)
         loss = (vmap(call)(weights, buffers, x) - x.mean(-1, keepdim=True)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        run.loss(loss)
+        run.step(optimizer, loss)
 
 
 @program(tolerance=1e-3)
@@ -113,10 +110,7 @@ def ragged(run):
             q, k, v = (part.unflatten(-1, (heads, width // heads)).transpose(1, 2) for part in layers["qkv"](x).chunk(3, -1))
             out = layers["out"](F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2))
         loss = out.to_padded_tensor(0.0).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        run.loss(loss)
+        run.step(optimizer, loss)
 
 
 @program(gib=4.0)
@@ -138,10 +132,7 @@ def gaussian_process(run):
         factor = torch.linalg.cholesky(matrix)
         weight = torch.cholesky_solve(y[:some].unsqueeze(1), factor)
         loss = 0.5 * (y[:some] @ weight).squeeze() / some + factor.diagonal().log().sum() / some
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        run.loss(loss)
+        run.step(optimizer, loss)
         with torch.no_grad():
             run.loss((kernel(x[-100:], x[:some]) @ weight).square().mean())
 
@@ -194,10 +185,7 @@ def graph_network(run):
             out = layer(out, some)
             out = out.relu() if at < 2 else out
         loss = F.cross_entropy(out, y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        run.loss(loss)
+        run.step(optimizer, loss)
 
 
 @program(gib=6.0)

@@ -13,10 +13,7 @@ def data_parallel(run):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for step in range(8):
         loss = model(normals(step, 512 + 128 * (step % 3), 1024).to(run.device)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        run.loss(loss)
+        run.step(optimizer, loss)
 
 
 @program(gpus=2, cpu=False, gib=3.0, seconds=20.0)
@@ -53,10 +50,7 @@ def model_parallel(run):
         for at, layer in enumerate(layers):
             x = torch.tanh(layer(x.to(f"cuda:{at % 2}")))
         loss = x.square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        run.loss(loss)
+        run.step(optimizer, loss)
 
 
 @program(gpus=2, cpu=False, gib=3.0, seconds=20.0)
