@@ -11,6 +11,13 @@ from torch import nn
 from torch.nn import functional as F
 
 
+def descend(optimizer, loss):
+    """The end of a training step: new gradients of a loss, and the optimizer's step."""
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    optimizer.step()
+
+
 def mlp(device, steps, seed, hidden=784, batch=64):
     """The trainer's network: 784-784-784-784-10, SGD; validation after every hundred steps."""
     generator = torch.Generator().manual_seed(seed)
@@ -169,9 +176,7 @@ def streams(device, steps, seed, rows=8192, width=512):
         batch.record_stream(main)
         logits = model(batch)
         loss = logits.square().mean()
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        optimizer.step()
+        descend(optimizer, loss)
         reading.wait_stream(main)
         with torch.cuda.stream(reading):
             means.append(logits.detach().softmax(1).amax(1).mean())

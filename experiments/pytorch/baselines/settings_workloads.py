@@ -6,7 +6,7 @@ Each is a function of device and seed that returns the objects to keep alive unt
 import random
 
 import torch
-from history_workloads import Gpt, resnet, streams
+from history_workloads import Gpt, descend, resnet, streams
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -63,9 +63,7 @@ def moe(device, seed, width=512, experts=16, layers=6, steps=14):
                     out = out.index_add(0, rows, network(x[rows]) * weight[rows, None])
             x = x + out
         loss = x.square().mean()
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        optimizer.step()
+        descend(optimizer, loss)
     return gates, layer_experts, optimizer
 
 
@@ -81,9 +79,7 @@ def scales(device, seed, steps=16):
         labels = torch.randint(1000, (batch,), generator=generator).to(device)
         with torch.autocast(device.type, dtype=torch.bfloat16):
             loss = F.cross_entropy(model(images).float(), labels)
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        optimizer.step()
+        descend(optimizer, loss)
     return model, optimizer
 
 
@@ -238,9 +234,7 @@ def rollouts(device, seed, rounds=6, width=512):
         for _ in range(2):
             for rows in torch.randperm(len(states), device=device).split(draw.randint(500, 2000)):
                 loss = F.mse_loss(model(states[rows]), scores[rows] + 0.1)
-                optimizer.zero_grad(set_to_none=True)
-                loss.backward()
-                optimizer.step()
+                descend(optimizer, loss)
         del states, scores
     return model, optimizer
 

@@ -25,7 +25,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 import measure
 import recorded_steps
 import torch
-from history_workloads import Gpt
+from history_workloads import Gpt, descend
 from load_serve import SMALL, load_serve
 from torch import nn
 from torch.nn import functional as F
@@ -83,9 +83,7 @@ def varying(device, seed, shapes=16, **size):
     def step(number):
         rows, tokens = drawn[number % shapes]
         loss = loss_of(texts(rows, tokens).to(device, non_blocking=True))
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        optimizer.step()
+        descend(optimizer, loss)
         return loss
 
     return step
@@ -122,9 +120,7 @@ def resnet50(device, seed, *, batch=64, side=224, depth=50):
     def step(number):
         images, labels = (part.to(device, non_blocking=True) for part in loaded[number % len(loaded)])
         loss = F.cross_entropy(model(images), labels)
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        optimizer.step()
+        descend(optimizer, loss)
         return loss
 
     return step
@@ -153,9 +149,7 @@ def moe(device, seed, *, width=512, experts=16, layers=6, least=4000, most=30000
                     out[rows] = network(x[rows]) * weight[rows, None]
             x = x + out
         loss = x.square().mean()
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        optimizer.step()
+        descend(optimizer, loss)
         return loss
 
     return step
@@ -216,9 +210,7 @@ def gnn(device, seed, *, nodes=800_000, width=128, hidden=256, classes=47, least
             x = mine(x) + theirs(gathered)
             x = F.dropout(x.relu(), 0.1) if at + 1 < len(sizes) else x
         loss = F.cross_entropy(x, chosen % classes)
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        optimizer.step()
+        descend(optimizer, loss)
         return loss
 
     return step
@@ -247,9 +239,7 @@ def compiled(device, seed, *, mode="reduce-overhead", layers=4, **size):
                 loss_of(text)
             torch.compiler.cudagraph_mark_step_begin()
         loss = loss_of(text)
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        optimizer.step()
+        descend(optimizer, loss)
         return loss
 
     return step
@@ -332,9 +322,7 @@ def three_passes(options, steps):
 
     def step(rows, tokens):
         loss = loss_of(texts(rows, tokens).to(device))
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        optimizer.step()
+        descend(optimizer, loss)
         if on_gpu:
             torch.cuda.synchronize()
 

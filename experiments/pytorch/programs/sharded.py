@@ -16,7 +16,7 @@ import time
 import measure
 import torch
 import torch.distributed as dist
-from history_workloads import Gpt
+from history_workloads import Gpt, descend
 from torch import nn
 from torch.nn import functional as F
 
@@ -185,9 +185,7 @@ def moe(device, seed, rank, *, width=512, experts=16, layers=6, least=4000, most
     def step(number):
         x = torch.randn(draw.randint(least, most), width, generator=generator).to(device)
         loss = model(x).float().square().mean()
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        optimizer.step()
+        descend(optimizer, loss)
         return loss
 
     return step
