@@ -20,6 +20,7 @@ import time
 import start_file
 import torch
 import torch.distributed as dist
+from mlp_torch import tensor
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -40,11 +41,6 @@ def arguments():
     add("--all-reduce", type=int, metavar="BYTES", help="time sums of this many bytes and end")
     add("--repeat", type=int, default=1, metavar="N", help="runs of each width, interleaved (default: 1)")
     return parser.parse_args()
-
-
-def tensor(found):
-    kind = {"F32": torch.float32, "U32": torch.int32, "U8": torch.uint8}[found.dtype]
-    return torch.frombuffer(bytearray(found.data), dtype=kind).reshape(found.shape)
 
 
 class Data:

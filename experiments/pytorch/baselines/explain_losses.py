@@ -20,7 +20,7 @@ from pathlib import Path
 
 import mnist_files
 import start_file
-from start_file import BadInput
+from command_line import BadInput
 
 FAR = 1e-5
 

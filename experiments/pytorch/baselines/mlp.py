@@ -19,8 +19,8 @@ from types import SimpleNamespace
 
 import mnist_files
 import start_file
+from command_line import BadInput, Failed, Parser, positive
 from run_record import SCHEMA_VERSION, Record, code_version, provenance, text
-from start_file import BadInput
 
 STARTED = time.perf_counter()
 INSTALL = "pip install torch==2.11.0"
@@ -34,21 +34,10 @@ COMPILE_MODES = {"compile": "reduce-overhead", "compiled-graph": "max-autotune-n
 WORK = {"dataset": "mnist", "hidden": 256, "layers": 3, "batch": 64, "epochs": 8, "steps": None, "seed": 42, "init": "kaiming"}
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise BadInput(f"{message}; see --help")
-
-
 def switch(word):
     if word not in ("on", "off"):
         raise argparse.ArgumentTypeError(f"'{word}': write on or off")
     return word == "on"
-
-
-def positive(word):
-    if not word.isdigit() or int(word) == 0:
-        raise argparse.ArgumentTypeError(f"'{word}': must be a whole number of at least 1")
-    return int(word)
 
 
 def count(word):
@@ -335,8 +324,6 @@ def needed_epochs(options, rows):
 
 def finish(options, run):
     """Runs to the end, on success or failure, and reports the result."""
-    from mlp_run import Failed
-
     code, error = 0, None
     try:
         run.train()

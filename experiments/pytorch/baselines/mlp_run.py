@@ -8,10 +8,7 @@ import time
 import torch
 
 import mlp_torch
-
-
-class Failed(Exception):
-    """The reason why a run ended early, in one line."""
+from command_line import Failed
 
 
 class Run:

@@ -7,7 +7,7 @@ import struct
 import zlib
 from pathlib import Path
 
-from start_file import BadInput
+from command_line import BadInput
 
 NAMES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 CLASSES = 10

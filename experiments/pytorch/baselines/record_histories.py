@@ -20,30 +20,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+from command_line import BadInput, Failed, Parser, positive, record_code
+
 # Steps of each workload: enough for the allocator to settle, few enough for a small file.
 STEPS = {"mlp": 300, "gpt2": 12, "resnet50": 16, "streams": 160}
 # Limit for a committed history.
 MOST_BYTES = 150_000
 INSTALL = "pip install torch==2.11.0"
-
-
-class BadInput(Exception):
-    """The fault in the input and its fix, in one line."""
-
-
-class Failed(Exception):
-    """The reason why a history was not recorded, in one line."""
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise BadInput(f"{message}; see --help")
-
-
-def positive(word):
-    if not word.isdigit() or int(word) == 0:
-        raise argparse.ArgumentTypeError(f"'{word}': must be a whole number of at least 1")
-    return int(word)
 
 
 def arguments():
@@ -117,23 +100,12 @@ def write(path, content):
     os.replace(part, path)
 
 
-def main():
-    try:
-        options = arguments()
-        options.output.mkdir(parents=True, exist_ok=True)
-        if options.only:
-            record(options.only, options.steps or STEPS[options.only], options.seed, options.output)
-            return 0
-        framework()
-    except BadInput as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: cannot write to {options.output}: {error.strerror}; choose another folder with -o", file=sys.stderr)
-        return 2
-    except (Failed, RuntimeError) as error:
-        print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
-        return 1
+def run(options):
+    """Records one workload in this process, or each in a process of its own."""
+    if options.only:
+        record(options.only, options.steps or STEPS[options.only], options.seed, options.output)
+        return 0
+    framework()
     for name in STEPS:
         command = [sys.executable, __file__, "--only", name, "--seed", str(options.seed), "-o", str(options.output)]
         command += ["--steps", str(options.steps)] if options.steps else []
@@ -144,8 +116,4 @@ def main():
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        print("error: interrupted", file=sys.stderr)
-        sys.exit(130)
+    sys.exit(record_code(arguments, run))

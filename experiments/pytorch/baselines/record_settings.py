@@ -22,7 +22,8 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 
-from record_histories import BadInput, Failed, Parser, framework, positive, write
+from command_line import Failed, Parser, positive, record_code
+from record_histories import framework, write
 from run_record import provenance
 
 PROGRAMS = ("generate", "moe", "scales", "unet", "prefetch", "adapters", "adversaries", "rollouts")
@@ -113,28 +114,13 @@ def start(script, name, setting, conf, limit_mib, output):
         raise Failed(f"{name} under {setting} was not recorded")
 
 
-def exit_code(arguments, record_one, record_all):
-    """Records one program or all; returns the exit code, and prints the reason for a bad one in one line."""
-    try:
-        options = arguments()
-        options.output.mkdir(parents=True, exist_ok=True)
-        if options.setting:
-            record_one(options.only[0], options)
-            return 0
+def record_chosen(options, record_one, record_all):
+    """Records one program under one setting in this process, or all."""
+    if options.setting:
+        record_one(options.only[0], options)
+    else:
         framework()
         record_all(options)
-    except BadInput as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: cannot write to {options.output}: {error.strerror}; choose another folder with -o", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("error: interrupted", file=sys.stderr)
-        return 130
-    except (Failed, ImportError, RuntimeError) as error:
-        print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
-        return 1
     return 0
 
 
@@ -173,4 +159,4 @@ def record_all(options):
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code(arguments, record_one, record_all))
+    sys.exit(record_code(arguments, lambda options: record_chosen(options, record_one, record_all)))

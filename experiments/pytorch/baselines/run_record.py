@@ -9,7 +9,7 @@ import subprocess
 from datetime import datetime, timezone
 from pathlib import Path
 
-from start_file import BadInput
+from command_line import BadInput
 
 SCHEMA_VERSION = 1
 COLUMNS = (

@@ -11,16 +11,14 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
+from command_line import BadInput
+
 VERSION = "1"
 # The format's own limit.
 MOST_HEADER = 100_000_000
 WIDTHS = {"F32": 4, "U32": 4, "U8": 1}
 # Numbers in a start file's metadata.
 NUMBERS = ("features", "classes", "train_rows", "validation_rows", "hidden", "layers", "batch", "epochs", "seed")
-
-
-class BadInput(Exception):
-    """The fault in the input and its fix, in one line."""
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ def test_each_setting_has_a_process_and_a_file(tmp_path):
     """`record_settings.py` over substitutes for PyTorch and the programs: limits follow from the defaults."""
     baselines = ROOT / "experiments/pytorch/baselines"
     # The substitutes are next to the script, whose directory is first on the path.
-    for name in ("record_settings", "record_histories", "run_record", "start_file"):
+    for name in ("record_settings", "record_histories", "run_record", "command_line"):
         shutil.copy(baselines / f"{name}.py", tmp_path)
     (tmp_path / "torch.py").write_text(TORCH)
     (tmp_path / "settings_workloads.py").write_text(WORKLOADS)

@@ -20,8 +20,8 @@ from pathlib import Path
 BASELINES = Path(__file__).resolve().parents[2] / "baselines"
 sys.path.insert(0, str(BASELINES))
 
-from record_histories import Parser, positive  # noqa: E402
-from record_settings import exit_code, record, start  # noqa: E402
+from command_line import Parser, positive, record_code  # noqa: E402
+from record_settings import record, record_chosen, start  # noqa: E402
 
 NAMES = ("bert_eval", "vit_ckpt", "lstm_var", "gnn_sample", "load_serve", "sparse_rec")
 SETTINGS = {
@@ -66,4 +66,4 @@ def record_all(options):
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code(arguments, record_one, record_all))
+    sys.exit(record_code(arguments, lambda options: record_chosen(options, record_one, record_all)))
