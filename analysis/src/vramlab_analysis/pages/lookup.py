@@ -17,6 +17,7 @@ from vramlab_analysis.pages import (  # noqa: F401
     inside_pytorch,
     offload,
     ranks,
+    ranks_four,
     registration,
     replays,
     sharded,

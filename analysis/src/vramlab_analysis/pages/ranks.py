@@ -127,7 +127,7 @@ def _by_width() -> dict[tuple[str, str], dict[int, list[Entry]]]:
     return found
 
 
-def _of_ranks(entries: list[Entry], value: str) -> list[float]:
+def largest_of_ranks(entries: list[Entry], value: str) -> list[float]:
     """The largest value of a run's ranks, in microseconds, for each run."""
     return [MICRO * max(rank[value] for rank in entry.record.summary["ranks"]) for entry in entries]
 
@@ -140,8 +140,8 @@ def by_width() -> Mapping[str, Any]:
     cells = {
         names.get(row, row[1]): {
             str(width): {
-                "step": median(_of_ranks(entries, "step_s")),
-                "exposed": median(_of_ranks(entries, "exposed_communication_s")),
+                "step": median(largest_of_ranks(entries, "step_s")),
+                "exposed": median(largest_of_ranks(entries, "exposed_communication_s")),
             }
             for width, entries in sorted(widths.items())
         }
@@ -165,8 +165,8 @@ def steps_by_width() -> str:
     for row, found in rows.items():
         cells = []
         for width in widths:
-            times = _of_ranks(found[width], "step_s")
-            exposed = median(_of_ranks(found[width], "exposed_communication_s"))
+            times = largest_of_ranks(found[width], "step_s")
+            exposed = median(largest_of_ranks(found[width], "exposed_communication_s"))
             cells.append(f"{median(times):,.0f} ({min(times):,.0f} to {max(times):,.0f}); {exposed:,.0f}")
         body.append([BY_WIDTH[row], *cells])
     return markdown(["µs a step; exposed sums", *(f"width {width:,}" for width in widths)], body)
