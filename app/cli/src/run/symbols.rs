@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn calls_of_nccl_for_memory_of_its_own_are_told_by_their_innermost_function() {
+    fn calls_of_nccl_for_memory_of_its_own_are_known_by_their_innermost_function() {
         let (library, program) = (place("", "/x/libnccl.so.2", 0), place("main", "main.cu", 3));
         let linked = place("ncclCudaCallocDebug(void**, int)", "src/include/alloc.h", 9);
         assert!(is_of_nccl(&[library.clone(), program.clone()]) && is_of_nccl(&[linked, program.clone()]));

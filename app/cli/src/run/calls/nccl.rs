@@ -1,4 +1,4 @@
-//! NCCL's own device memory in a process's calls: allocations that NCCL made, told by their call stacks.
+//! NCCL's own device memory in a process's calls: allocations that NCCL made, known by their call stacks.
 //!
 //! NCCL maps its buffers (`cuMemCreate`, then `cuMemMap` in the same thread), or calls `cuMemAlloc`. A mapping counts until it is
 //! unmapped: handles that NCCL retains and releases for exports change nothing. Memory of `ncclMemAlloc` is the program's. Code and
