@@ -58,20 +58,20 @@ def record(variables: dict[str, str], script: str, **more: str) -> tuple[dict[st
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     folder = Path(variables["VRAMLAB_OUTPUT"])
     (process,) = folder.glob("*.process.json")
-    told = json.loads(process.read_text())
-    if told["pinned_history"] is None:
+    summary = json.loads(process.read_text())
+    if summary["pinned_history"] is None:
         assert not list(folder.glob("*-host.jsonl"))
-        return told, []
-    lines = (folder / told["pinned_history"]).read_text().splitlines()
-    return told, [json.loads(line) for line in lines]
+        return summary, []
+    lines = (folder / summary["pinned_history"]).read_text().splitlines()
+    return summary, [json.loads(line) for line in lines]
 
 
-def replay(variables: dict[str, str], told: dict[str, Any]) -> list[dict[str, Any]]:
+def replay(variables: dict[str, str], summary: dict[str, Any]) -> list[dict[str, Any]]:
     """Its replay under two allocators; skips without the program."""
     program = Path(LIBRARY).with_name("vramlab")
     if not program.is_file():
         pytest.skip(f"{program} is not built")
-    file = str(Path(variables["VRAMLAB_OUTPUT"]) / told["pinned_history"])
+    file = str(Path(variables["VRAMLAB_OUTPUT"]) / summary["pinned_history"])
     command = [program, "replay", file, "--host", "--json", "--alloc", "host-pytorch,host-exact"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -100,7 +100,7 @@ last = pinned(1000)
 def test_requests_uses_and_completions_are_written_in_order(variables: dict[str, str]) -> None:
     if "VRAMLAB_SHIM_DEVICE" not in variables:
         pytest.skip("a GPU completes copies when it wants")
-    told, lines = record(variables, ONE)
+    summary, lines = record(variables, ONE)
     expected = ["segment_alloc", "alloc", "record_use", "free_requested"]
     # The second request did not get the first block, whose copy was running; the third one did.
     expected += ["segment_alloc", "alloc", "free_completed", "alloc"]
@@ -110,13 +110,13 @@ def test_requests_uses_and_completions_are_written_in_order(variables: dict[str,
     assert (first["size"], first["addr"]) == (3 * MIB + 1, third["addr"])
     assert second["addr"] != first["addr"]
     assert first["frames"][0]["name"] == "pinned"
-    assert lines[0]["allocator_settings"]["release"] == ".".join(told["torch"].split(".")[:2])
+    assert lines[0]["allocator_settings"]["release"] == ".".join(summary["torch"].split(".")[:2])
     assert sum("allocator_settings" in line for line in lines) == 1
     assert [line["time_ns"] for line in lines] == sorted(line["time_ns"] for line in lines)
     (deferred,) = (line for line in lines if line.get("deferred"))
     assert deferred["addr"] == first["addr"]
-    assert (told["pinned_bytes"], told["pinned_requested_bytes"]) == (8 * MIB, 5 * MIB + 2)
-    pytorch, _ = replay(variables, told)
+    assert (summary["pinned_bytes"], summary["pinned_requested_bytes"]) == (8 * MIB, 5 * MIB + 2)
+    pytorch, _ = replay(variables, summary)
     assert (pytorch["peak_reserved_bytes"], pytorch["differences"], pytorch["contradictions"]) == (8 * MIB, 0, 0)
 
 
@@ -148,13 +148,13 @@ def test_a_replay_pins_what_pytorch_pinned(seed: str, variables: dict[str, str])
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     peak = int(done.stdout)
     (process,) = Path(variables["VRAMLAB_OUTPUT"]).glob("*.process.json")
-    told = json.loads(process.read_text())
-    pytorch, exact = replay(variables, told)
+    summary = json.loads(process.read_text())
+    pytorch, exact = replay(variables, summary)
     assert pytorch["allocations"] > 200
     assert pytorch["deferred_frees"] > 20
     assert pytorch["peak_reserved_bytes"] == pytorch["recorded_peak_reserved_bytes"] == peak
     assert (pytorch["differences"], pytorch["contradictions"]) == (0, 0)
-    assert pytorch["peak_live_bytes"] == told["pinned_requested_bytes"]
+    assert pytorch["peak_live_bytes"] == summary["pinned_requested_bytes"]
     assert exact["peak_reserved_bytes"] < peak
 
 
@@ -175,12 +175,12 @@ for thread in running:
 
 
 def test_requests_of_threads_contradict_nothing(variables: dict[str, str]) -> None:
-    told, lines = record(variables, THREADS)
+    summary, lines = record(variables, THREADS)
     assert actions(lines).count("alloc") > 300
-    pytorch, exact = replay(variables, told)
+    pytorch, exact = replay(variables, summary)
     assert pytorch["contradictions"] == exact["contradictions"] == 0
     assert pytorch["allocations"] == actions(lines).count("alloc")
-    assert pytorch["peak_live_bytes"] == told["pinned_requested_bytes"]
+    assert pytorch["peak_live_bytes"] == summary["pinned_requested_bytes"]
 
 
 SERVED = """
@@ -195,18 +195,18 @@ kept = pinned(1000)
 
 
 def test_requests_of_an_allocator_of_vramlab_have_no_segments(variables: dict[str, str]) -> None:
-    told, lines = record(variables, SERVED, VRAMLAB_HOST_ALLOC="host-exact")
-    assert told["host_allocator"] == "host-exact"
+    summary, lines = record(variables, SERVED, VRAMLAB_HOST_ALLOC="host-exact")
+    assert summary["host_allocator"] == "host-exact"
     sizes = [line["size"] for line in lines if line["action"] == "alloc"]
     assert sizes == [3 * MIB + 1, 5 * MIB, 1000]
     emptied = [(line["addr"], line["size"]) for line in lines if line["action"] == "segment_free"]
     assert emptied == [(0, 0)]
     assert "segment_alloc" not in actions(lines)
     assert actions(lines).count("record_use") == actions(lines).count("free_completed") == 1
-    pytorch, exact = replay(variables, told)
+    pytorch, exact = replay(variables, summary)
     assert pytorch["recorded_peak_reserved_bytes"] is None
     assert pytorch["peak_reserved_bytes"] == 12 * MIB
-    assert exact["peak_reserved_bytes"] == told["pinned_bytes"]
+    assert exact["peak_reserved_bytes"] == summary["pinned_bytes"]
 
 
 GRAPH = """
@@ -239,9 +239,9 @@ def test_a_block_of_a_graph_never_completes_and_a_fork_writes_nothing(variables:
 
 
 def test_a_program_that_pins_nothing_leaves_no_file(variables: dict[str, str]) -> None:
-    told, lines = record(variables, "torch.empty(1000, device='cuda')\nempty()\n")
+    summary, lines = record(variables, "torch.empty(1000, device='cuda')\nempty()\n")
     assert lines == []
-    assert (told["pinned_history"], told["pinned_requested_bytes"]) == (None, 0)
+    assert (summary["pinned_history"], summary["pinned_requested_bytes"]) == (None, 0)
 
 
 UNWRITABLE = """

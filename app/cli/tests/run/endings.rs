@@ -91,9 +91,9 @@ fn pinned_memory_that_was_requested_has_a_line_with_its_replay() {
         let test_dir = TestDir::new();
         let pinned =
             format!(r#""pinned_bytes": {bytes}, "pinned_requested_bytes": 3145728, "pinned_history": "{name}""#);
-        let told =
+        let write_record =
             hostile_record("0", "").replace(r#""pinned_bytes": null"#, &pinned).replace("18446744073709551615", "1");
-        let script = format!("echo '{requests}' > \"$VRAMLAB_OUTPUT/p-host.jsonl\"; {told}");
+        let script = format!("echo '{requests}' > \"$VRAMLAB_OUTPUT/p-host.jsonl\"; {write_record}");
         let (status, said) = ended(into_out(&test_dir, &[], &script));
         assert_eq!(status.code(), Some(7), "{said}");
         let line = said.lines().find(|line| line.starts_with("pinned   rank 0: "));

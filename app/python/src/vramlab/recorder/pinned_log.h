@@ -61,7 +61,7 @@ class PinnedLog final : public vramlab_shim::PinnedListener {
         settings_ = std::move(settings);
         python_ = &python;
         stacks_.clear();
-        told_stacks_.clear();
+        stacks_in_file_.clear();
         live_.clear();
         waiting_.clear();
         ranges_.clear();
@@ -338,9 +338,9 @@ class PinnedLog final : public vramlab_shim::PinnedListener {
         const uint32_t number = stacks_.here(*python_);
         if (number == 0) return;
         buffer_ += ",\"stack\":" + std::to_string(number);
-        if (number >= told_stacks_.size()) told_stacks_.resize(stacks_.size());
-        if (told_stacks_[number]) return;
-        told_stacks_[number] = true;
+        if (number >= stacks_in_file_.size()) stacks_in_file_.resize(stacks_.size());
+        if (stacks_in_file_[number]) return;
+        stacks_in_file_[number] = true;
         const char* separator = ",\"frames\":[";
         for (uint32_t at = number; at != 0; at = stacks_.node(at).caller) {
             const FrameText& frame = stacks_.frame(stacks_.node(at).frame);
@@ -390,7 +390,7 @@ class PinnedLog final : public vramlab_shim::PinnedListener {
     Settings settings_{};
     const Python* python_ = nullptr;
     Stacks stacks_;
-    std::vector<bool> told_stacks_;
+    std::vector<bool> stacks_in_file_;
     // Blocks that the program holds, by address.
     std::unordered_map<uint64_t, Block> live_;
     // Freed blocks that streams use, the oldest first, and their ranges.
