@@ -8,8 +8,8 @@ import hashlib
 import os
 import random
 import signal
-import socket
 import sys
+import tempfile
 import threading
 import time
 
@@ -57,18 +57,19 @@ class Rank:
         return self.code
 
 
-# The ranks that this process has forked.
+# The ranks that this process has forked, and the folder by whose file they meet: a free port can be taken before it is used.
 OTHERS = []
+MEETING = None
 
 
 def start_others():
     """Makes this process rank 0 and forks the others, once; the others. CUDA must not be in use."""
+    global MEETING
     if "RANK" in os.environ:
         return OTHERS
-    with socket.socket() as place:
-        place.bind(("127.0.0.1", 0))
-        port = place.getsockname()[1]
-    os.environ.update({"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+    # Each rank removes it at its end, by which all have met.
+    MEETING = tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True)
+    os.environ["WORLD_SIZE"] = str(RANKS)
     first = os.getpid()
     sys.stdout.flush()
     for rank in range(1, RANKS):
@@ -215,7 +216,8 @@ def measured(name, options, steps):
         torch.cuda.set_device(device)
     # Every rank begins with the same weights.
     torch.manual_seed(options.seed)
-    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
+    place = {"init_method": f"file://{MEETING.name}/store", "rank": rank, "world_size": ranks} if MEETING else {}
+    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None, **place)
     warm_up = WARM_UP if options.warm_up is None else options.warm_up
     try:
         step = PROGRAMS[name](device, options.seed, rank, **(TINY[name] if options.small else {}))
