@@ -9,7 +9,7 @@ from typing import Any
 
 from vramlab_analysis.errors import AnalysisError
 from vramlab_analysis.experiments import Entry, results
-from vramlab_analysis.pages.cells import build, dates, span
+from vramlab_analysis.pages.cells import origin, span
 from vramlab_analysis.pages.registry import group, markdown, table
 
 MICRO = 1e6
@@ -68,13 +68,10 @@ def values() -> Mapping[str, Any]:
         for part in name:
             cell = cell.setdefault(part, {})
         cell |= {"step": median(_steps(entries))} | _peaks(entries)
-    metas = [entry.meta for entries in _cells().values() for entry in entries]
     counts = [len(entries) for entries in _cells().values()]
     return found | {
-        "runs": {"least": min(counts), "most": max(counts)},
-        "build": build(metas[0].get("provenance")),
-        "day": dates(str(meta["started_at"]) for meta in metas),
-        "machine": results("ranks-buffers", "gpu").machine,
+        "runs": span(counts),
+        "origin": origin("ranks-buffers"),
     }
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from vramlab_analysis import repository
 from vramlab_analysis.errors import AnalysisError
 from vramlab_analysis.experiments import Entry, results
+from vramlab_analysis.pages.cells import origin, span
 from vramlab_analysis.pages.ranks import MICRO, largest_of_ranks
 from vramlab_analysis.pages.registry import group, markdown, table
 
@@ -82,13 +83,11 @@ def values() -> Mapping[str, Any]:
     """Predicted over measured steps: `pooled` where at most one rank has `naive`, `naive` where all have it; counts."""
     titles = [title for title, *_ in ROWS.values()]
     counts = [len(times) for widths in _cells().values() for times, _ in widths.values()]
-    first = next(entry for entry in results(SPEC, "gpu").runs if entry.done)
     return {
         "pooled": _ratios(titles[:2]),
         "naive": _ratios(titles[2:]),
-        "runs": {"least": min(counts), "most": max(counts)},
-        "build": first.record.summary["provenance"]["git_commit"][:8],
-        "day": first.record.summary["started_at"][:10],
+        "runs": span(counts),
+        "origin": origin(SPEC),
     }
 
 

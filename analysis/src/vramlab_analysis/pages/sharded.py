@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from vramlab_analysis.experiments import results
-from vramlab_analysis.pages.cells import build, dates
+from vramlab_analysis.pages.cells import origin, span
 from vramlab_analysis.pages.registry import group, markdown, table
 
 MIB = 2**20
@@ -38,10 +38,19 @@ def _ms(result: Mapping[str, Any]) -> float:
     return float(max(rank["ms"] for rank in result["of_ranks"]))
 
 
-def _over(cell: Mapping[int, Mapping[str, Any]], base: Mapping[int, Mapping[str, Any]]) -> float | None:
-    """Median over the repeats that both have of the step over that of the base."""
+def _over(cell: Mapping[int, Mapping[str, Any]], base: Mapping[int, Mapping[str, Any]]) -> dict[str, float] | None:
+    """The step over that of the base in the repeats that both have: the median, the least and the most."""
     both = [repeat for repeat in cell if cell[repeat].get("of_ranks") and base.get(repeat, {}).get("of_ranks")]
-    return median(_ms(cell[repeat]) / _ms(base[repeat]) for repeat in both) if both else None
+    ratios = [_ms(cell[repeat]) / _ms(base[repeat]) for repeat in both]
+    return {"median": median(ratios), "least": min(ratios), "most": max(ratios)} if ratios else None
+
+
+def _ratio(over: Mapping[str, float] | None) -> str:
+    """A ratio and, if it varies, its range."""
+    if over is None:
+        return "-"
+    middle, least, most = (f"{over[name]:.2f}" for name in ("median", "least", "most"))
+    return middle if least == most else f"{middle} ({least} to {most})"
 
 
 def cells(runs: Iterable[Run]) -> dict[str, dict[str, dict[str, Any]]]:
@@ -81,7 +90,7 @@ def torch_rows(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[lis
             if "error" in cell:
                 body.append([*head, "-", "-", "-", "-", "-", cell["error"]])
                 continue
-            over = [f"{cell['over'][base]:.3f}" if base in cell["over"] else "-" for base in BASES]
+            over = [_ratio(cell["over"].get(base)) for base in BASES]
             reserved = ", ".join(f"{mib:.0f}" for mib in cell["reserved"])
             ratios = ", ".join(f"{ratio:.3f}" for ratio in cell["ratio"])
             body.append([*head, reserved, ratios, f"{cell['ms']:.1f}", *over, cell["losses"]])
@@ -103,18 +112,14 @@ def torch_programs() -> str:
 
 @group("ranks-torch")
 def values() -> Mapping[str, Any]:
-    """`cells` of the newest record, the numbers of runs, the machine, the day and the build."""
+    """`cells` of the newest record, the number of runs of a cell, and where they are from."""
     found = cells(_runs())
     counts = [cell["runs"] for allocs in found.values() for cell in allocs.values() if "runs" in cell]
-    experiment = results("ranks-torch", "gpu")
-    metas = [entry.meta for entry in experiment.runs if entry.done]
     finished = [cell for allocs in found.values() for cell in allocs.values() if "losses" in cell]
     return found | {
-        "runs": {"least": min(counts), "most": max(counts)},
+        "runs": span(counts),
         "cells": {"all": len(finished), "equal": sum(cell["losses"] == "equal" for cell in finished)},
-        "machine": experiment.machine,
-        "build": build(metas[0].get("provenance")),
-        "day": dates(str(meta["started_at"]) for meta in metas),
+        "origin": origin("ranks-torch"),
     }
 
 
