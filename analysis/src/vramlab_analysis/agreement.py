@@ -39,7 +39,7 @@ OTHERS = (
 
 
 # Held-out cells that were measured on the machine and in the session of their profile. The simulator was changed after
-# the first was examined; the second was simulated by the changed one.
+# the first was examined, and before the second was.
 SESSIONS = ("agreement", "agreement-again")
 
 
@@ -113,9 +113,9 @@ def paces(spec: str, device: str) -> dict[tuple[Any, ...], list[float]]:
     return found
 
 
-def off(spec: str, simulated: str = "sim") -> dict[tuple[Any, ...], float]:
+def off(spec: str) -> dict[tuple[Any, ...], float]:
     """Simulated over measured time of a step in the networks of a spec that ran on both devices and were not fitted."""
-    measured, made = paces(spec, "gpu"), paces(spec, simulated)
+    measured, made = paces(spec, "gpu"), paces(spec, "sim")
     # Allocator, width, layers and batch: with another loader or other data it is still the fitted network.
     fitted = {key[:4] for key in paces(FIT, "gpu")}
     both = [key for key in measured if key in made and key[:4] not in fitted]
@@ -134,9 +134,9 @@ def others(*, session: bool) -> list[str]:
     return [spec for spec in OTHERS if in_session(spec) is session]
 
 
-def held_out(*specs: str, simulated: str = "sim") -> Agreement:
+def held_out(*specs: str) -> Agreement:
     """The agreement in the cells of specs that nothing was fitted to."""
-    return agreement((spec, off(spec, simulated)) for spec in specs)
+    return agreement((spec, off(spec)) for spec in specs)
 
 
 def agreement(of_specs: Iterable[tuple[str, dict[tuple[Any, ...], float]]]) -> Agreement:
@@ -174,11 +174,11 @@ def factor(a: float, b: float) -> float:
     return max(a / b, b / a)
 
 
-def passes(*specs: str, simulated: str = "sim") -> Passes:
+def passes(*specs: str) -> Passes:
     """Ratios of two allocators in a network, pass by pass over the cells of specs; one pass alone does not count."""
     right: list[bool] = []
     beyond: list[bool] = []
-    for measured, made, one, other in pairs(specs, simulated):
+    for measured, made, one, other in pairs(specs):
         first, second = measured[one], measured[other]
         if len(first) < 2:
             continue
@@ -192,11 +192,11 @@ def passes(*specs: str, simulated: str = "sim") -> Passes:
     return Passes(len(right), sum(right) / len(right), len(beyond), sum(beyond))
 
 
-def pairs(specs: Iterable[str], simulated: str) -> Iterator[tuple[Any, ...]]:
+def pairs(specs: Iterable[str]) -> Iterator[tuple[Any, ...]]:
     """Measured and simulated times of each spec, and two networks that differ only in the allocator."""
     for spec in specs:
-        measured, made = paces(spec, "gpu"), paces(spec, simulated)
-        for a, b in combinations(off(spec, simulated), 2):
+        measured, made = paces(spec, "gpu"), paces(spec, "sim")
+        for a, b in combinations(off(spec), 2):
             if a[1:-1] == b[1:-1]:
                 yield measured, made, a, b
 
@@ -204,11 +204,11 @@ def pairs(specs: Iterable[str], simulated: str) -> Iterator[tuple[Any, ...]]:
 def own_code() -> dict[str, Any]:
     """Microseconds a step that an allocator takes more than `caching` in a session's narrowest network, `measured`,
     `simulated` and `by_calls`: by the time of its calls. The simulator leaves out an allocator's own code."""
-    spec, simulated = SESSIONS[0], "resim"
-    both = [paces(spec, device) for device in ("gpu", simulated)]
+    spec = SESSIONS[0]
+    both = [paces(spec, device) for device in ("gpu", "sim")]
     width = min(key[1] for key in both[0] if key[0] == "tlsf")
     cells = {key[0]: key for key in both[0] if key[1] == width}
-    run = results(spec, simulated).select(program="trainer", alloc="caching", hidden=width)[0].record
+    run = results(spec, "sim").select(program="trainer", alloc="caching", hidden=width)[0].record
     # Requests of the validation are counted with the steps'.
     requests = run.summary["allocator_stats"]["allocation.all.allocated"] / float(run.epochs["steps"].sum())
     rows = read_json(newest("bench-family.json"))["rows"]
@@ -238,8 +238,6 @@ class Kind(NamedTuple):
 
     title: str
     specs: list[str]
-    # The end of the labels of its simulated runs.
-    simulated: str
     # Whether the profile was measured in the same session.
     session: bool
 
@@ -251,11 +249,10 @@ def kinds() -> Iterator[Kind]:
             here = in_session(specs[0])
             name = f"`{specs[0]}`" if len(specs) == 1 else f"{len(specs)} other specs"
             where = "" if here else ", on another host than the profile"
-            yield Kind(f"{name}, an {results(specs[0], 'gpu').machine}{where}", specs, "sim", here)
+            yield Kind(f"{name}, an {results(specs[0], 'gpu').machine}{where}", specs, here)
     first, second = SESSIONS
-    yield Kind(f"`{first}`, an {results(first, 'gpu').machine}", [first], "sim", session=True)
-    yield Kind(f"`{first}`, as the simulator is now", [first], "resim", session=True)
-    yield Kind(f"`{second}`, another", [second], "sim", session=True)
+    yield Kind(f"`{first}`, an {results(first, 'gpu').machine}", [first], session=True)
+    yield Kind(f"`{second}`, another", [second], session=True)
 
 
 def table() -> str:
@@ -265,9 +262,9 @@ def table() -> str:
     head += ["measured ratios of one pass within", "ratios off, between two passes"]
     body = []
     for kind in kinds():
-        right = held_out(*kind.specs, simulated=kind.simulated)
+        right = held_out(*kind.specs)
         # Hosts that changed between the runs made no passes.
-        ratios = passes(*kind.specs, simulated=kind.simulated) if kind.session else None
+        ratios = passes(*kind.specs) if kind.session else None
         body.append([
             kind.title, str(right.cells), f"{100 * right.within:.0f} %",
             f"{100 * right.worst:+.0f} % ({right.worst_of})",
