@@ -44,7 +44,7 @@
 //!
 //! ```toml
 //! [dependencies]
-//! vramlab = { version = "0.2", features = ["cuda-13000"] }
+//! vramlab = { version = "0.3", features = ["cuda-13000"] }
 //! ```
 //!
 //! Without one of them `cudarc`, which binds the driver, does not build and lists those that it knows.
