@@ -269,24 +269,25 @@ def test_the_simulated_runs_are_of_their_sessions_profile_or_of_the_built_in_one
 def test_held_out_cells_are_of_networks_that_no_profile_saw() -> None:
     told = agreement.held_out(*agreement.SESSIONS)
     assert told.cells == sum(agreement.held_out(spec).cells for spec in agreement.SESSIONS) >= 100
-    for spec, simulations in zip(agreement.SESSIONS, (("sim", "resim"), ("sim",)), strict=True):
+    for spec in agreement.SESSIONS:
         measured = agreement.paces(spec, "gpu")
         # `time_kernels` times these widths and, at them, batches of 32 and 64; `agreement-fit` is of the first of them.
         assert not {network[1] for network in measured} & {128, 256, 784, 2048}, spec
-        for simulation in simulations:
-            assert agreement.paces(spec, simulation).keys() == measured.keys(), (spec, simulation)
+        assert agreement.paces(spec, "sim").keys() == measured.keys(), spec
 
 
-def test_ratios_that_are_off_are_those_that_the_agreement_counts() -> None:
-    for spec, simulation in ((agreement.SESSIONS[0], "resim"), (agreement.SESSIONS[1], "sim")):
-        right, told = agreement.held_out(spec, simulated=simulation), agreement.passes(spec, simulated=simulation)
+def test_ratios_that_are_off_are_those_that_the_agreement_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for spec in agreement.SESSIONS:
+        right, told = agreement.held_out(spec), agreement.passes(spec)
         assert told.off == round((1 - right.pairs_within) * right.pairs), spec
         # Each pair has a ratio in each pass.
         runs = {len(values) for values in agreement.paces(spec, "gpu").values()}
         assert len(runs) == 1, spec
         assert told.ratios == right.pairs * runs.pop(), spec
     # Of one and the same runs no ratio is off.
-    alike = agreement.passes(agreement.SESSIONS[0], simulated="gpu")
+    measured = agreement.paces
+    monkeypatch.setattr(agreement, "paces", lambda spec, _device: measured(spec, "gpu"))
+    alike = agreement.passes(agreement.SESSIONS[0])
     assert alike.off == alike.between == 0
 
 
