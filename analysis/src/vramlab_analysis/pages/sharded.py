@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from statistics import median
 from typing import Any
 
@@ -22,12 +22,13 @@ PUBLISHED = {
 }
 # GMLake's paper has averages over eight models on A100s: gigabytes saved, and percentage points of fragmentation.
 GMLAKE = {"saved-gb": 9.2, "most-saved-gb": 25.0, "fragmentation": 15.0, "most-fragmentation": 33.0}
-Run = tuple[Mapping[str, Any], int, Mapping[str, Any]]
+# Options, what the runs that are compared have in common, and the result.
+Run = tuple[Mapping[str, Any], Hashable, Mapping[str, Any]]
 
 
-def _by_cell(runs: Iterable[Run]) -> dict[str, dict[str, dict[int, Mapping[str, Any]]]]:
+def _by_cell(runs: Iterable[Run]) -> dict[str, dict[str, dict[Hashable, Mapping[str, Any]]]]:
     """Results by program, allocator and repeat."""
-    cells: dict[str, dict[str, dict[int, Mapping[str, Any]]]] = {}
+    cells: dict[str, dict[str, dict[Hashable, Mapping[str, Any]]]] = {}
     for options, repeat, result in runs:
         cells.setdefault(str(options["program"]), {}).setdefault(str(options["alloc"]), {})[repeat] = result
     return cells
@@ -38,7 +39,9 @@ def _ms(result: Mapping[str, Any]) -> float:
     return float(max(rank["ms"] for rank in result["of_ranks"]))
 
 
-def _over(cell: Mapping[int, Mapping[str, Any]], base: Mapping[int, Mapping[str, Any]]) -> dict[str, float] | None:
+def _over(
+    cell: Mapping[Hashable, Mapping[str, Any]], base: Mapping[Hashable, Mapping[str, Any]]
+) -> dict[str, float] | None:
     """The step over that of the base in the repeats that both have: the median, the least and the most."""
     both = [repeat for repeat in cell if cell[repeat].get("of_ranks") and base.get(repeat, {}).get("of_ranks")]
     ratios = [_ms(cell[repeat]) / _ms(base[repeat]) for repeat in both]
@@ -100,7 +103,10 @@ def torch_rows(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[lis
 def _runs() -> list[Run]:
     experiment = results("ranks-torch", "gpu")
     done = [entry for entry in experiment.runs if entry.done]
-    return [(entry.options, int(entry.meta["repeat"]), entry.result) for entry in done]
+    # A repeat can be of two hosts, whose steps are not comparable.
+    return [
+        (entry.options, (entry.meta["repeat"], entry.meta["provenance"]["host_hash"]), entry.result) for entry in done
+    ]
 
 
 @table("ranks-torch")
