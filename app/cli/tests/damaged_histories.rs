@@ -69,7 +69,7 @@ fn answered(test_dir: &TestDir, file: &str, edit: &str) -> bool {
         &["explain", file, "--json"],
         &["advise", file, "--conf", "", "--json"],
         &["diff", file, file],
-        &["report", file, "-o", "page.html"],
+        &["report", file, "-o", "page.html", "--plan", "off"],
     ];
     let outputs = commands.map(|command| (command, test_dir.run(command)));
     let (_, first) = &outputs[0];

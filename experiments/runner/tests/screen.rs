@@ -35,7 +35,8 @@ const CHANGES: [(&str, &str); 4] = [
 ];
 
 /// A bench prints values everywhere, and widths that depend on them.
-const FIGURES: [(&str, &str); 6] = [
+const FIGURES: [(&str, &str); 7] = [
+    (r"(?s)warning: these loops.*?--release\n", ""),
     // On a busy machine the repeats differ by more.
     (r"(?s)warning: the repeats.*?more\s+--repeats\n", ""),
     (r"(?m)^~: the repeats.*\n", ""),

@@ -136,8 +136,11 @@ impl Report {
         }
     }
 
-    /// Prints on stderr which values scatter and which baselines are missing.
+    /// Prints on stderr what makes values larger than they need be, which of them scatter and which baselines are missing.
     pub(crate) fn warn(&self) {
+        if cfg!(debug_assertions) {
+            say("warning: these loops were built without optimisation: take the figures from a build with --release");
+        }
         let noisy: Vec<String> = self
             .rows
             .iter()
