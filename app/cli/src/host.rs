@@ -88,11 +88,6 @@ pub(crate) fn of_snapshot(summary: &Summary, budget: &vramlab::budget::Budget) -
     Ok((trace.requests() > 0).then_some(trace))
 }
 
-/// Whether a trace is of requests of pinned memory, as the recorder in PyTorch writes them.
-pub(crate) fn is_requests(summary: &Summary) -> bool {
-    summary.format == Format::Jsonl && summary.allocator_settings.contains_key("release")
-}
-
 /// The requests that `vramlab run` wrote beside a recording: `NAME-host.jsonl` of `NAME.pickle`. `None` without such a file, and if it
 /// cannot be read: a killed process may have left half a line.
 fn beside(recording: &Recording) -> Option<HostRecording> {

@@ -91,10 +91,10 @@ impl Recording {
         let options = reading.keeping(path);
         let budget = options.budget.clone();
         let OneGpu { summary, origins, gpus, events } = read_gpu::<Events>(path, gpu, &options)?;
-        if crate::host::is_requests(&summary) {
+        if summary.is_pinned {
             return Err(anyhow!(
-                "{}: these are requests of pinned host memory, not of a GPU's; replay them with --host, or name the .pickle beside \
-                 the file, whose answers have them, too",
+                "{}: these are requests of pinned host memory, not of a GPU's; replay them with vramlab replay --host, or name the \
+                 recording of the GPU beside the file",
                 path.display()
             ));
         }

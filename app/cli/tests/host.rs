@@ -174,13 +174,18 @@ fn requests_beside_a_recording_are_advised_on_and_explained() {
     let screen = test_dir.run(&["explain", "pid1.pickle"]).ok().stdout;
     assert!(screen.contains("106 MiB in pinned blocks at the peak, 108 MiB pinned in all"), "{screen}");
     assert!(screen.contains("loader.py:7"), "{screen}");
-    // What a killed process left, a link, and another recording.
+    // What a killed process left, a link, and other recordings.
     test_dir.file("pid1-host.jsonl", "{\"time_ns\": 1, \"act");
     assert_eq!(advice(&[])["host"], Value::Null);
     for command in ["advise", "explain"] {
         test_dir.file("pid2-host.jsonl", recorded_requests(&json!({"release": "2.11"})));
         let words = ["requests of pinned host memory, not of a GPU's", "--host"];
         test_dir.run(&[command, "pid2-host.jsonl"]).refused(2, &words);
+        // Of a CUDA program's calls.
+        let call =
+            json!({"time_ns": 1, "action": "alloc", "addr": 4096, "size": MIB, "stream": 0, "call": "cuMemHostAlloc"});
+        test_dir.file("calls-3-host.jsonl", format!("{call}\n"));
+        test_dir.run(&[command, "calls-3-host.jsonl"]).refused(2, &words);
     }
 }
 

@@ -16,6 +16,7 @@ use super::list::Reader;
 use super::origins::{Frame, Origin, Origins, StackId};
 use super::summary::{Receiver, emit_from};
 use super::{Action, BlockPlace, Event, Format, ReadError, ReadOptions, Summary, read as file};
+use crate::calls::Call;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 use std::borrow::Cow;
@@ -43,6 +44,8 @@ struct Line<'l> {
     frames: Option<Vec<LineFrame<'l>>>,
     #[serde(default)]
     allocator_settings: Option<Map<String, Value>>,
+    #[serde(default, borrow)]
+    call: Option<Cow<'l, str>>,
 }
 
 /// A frame of a call stack.
@@ -102,7 +105,9 @@ fn read(input: &mut Input<'_>, options: &ReadOptions, receiver: &mut Receiver<'_
         let parsed = parse(text).map(|(mut line, event)| {
             if let Some(settings) = line.allocator_settings.take() {
                 summary.allocator_settings = settings;
+                summary.is_pinned = true;
             }
+            summary.is_pinned |= line.call.as_deref() == Some(Call::HostAlloc.name());
             let origin = receiver.wants_origins.then(|| stacks.origin(&line, &mut receiver.origins));
             (event, origin.unwrap_or_else(|| Ok(Origin::default())), line.deferred)
         });

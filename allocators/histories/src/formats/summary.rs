@@ -32,6 +32,8 @@ pub struct Summary {
     pub allocator_settings: serde_json::Map<String, serde_json::Value>,
     /// Number of PyTorch's `external_annotations`.
     pub external_annotations: u64,
+    /// Whether a trace is of requests of pinned host memory, as our recorder in PyTorch and `vramlab run` write them beside a GPU's.
+    pub is_pinned: bool,
     /// Pinned host memory, in newer snapshots.
     pub host: HostMemory,
     /// Its events and segments.
@@ -93,6 +95,7 @@ impl Summary {
             segment_pools: Vec::new(),
             allocator_settings: serde_json::Map::new(),
             external_annotations: 0,
+            is_pinned: false,
             host: HostMemory::default(),
             host_record: HostRecord::default(),
             keys: Keys::default(),
