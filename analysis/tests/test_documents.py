@@ -267,8 +267,8 @@ def test_the_simulated_runs_are_of_their_sessions_profile_or_of_the_built_in_one
 
 
 def test_held_out_cells_are_of_networks_that_no_profile_saw() -> None:
-    told = agreement.held_out(*agreement.SESSIONS)
-    assert told.cells == sum(agreement.held_out(spec).cells for spec in agreement.SESSIONS) >= 100
+    both = agreement.held_out(*agreement.SESSIONS)
+    assert both.cells == sum(agreement.held_out(spec).cells for spec in agreement.SESSIONS) >= 100
     for spec in agreement.SESSIONS:
         measured = agreement.paces(spec, "gpu")
         # `time_kernels` times these widths and, at them, batches of 32 and 64; `agreement-fit` is of the first of them.
@@ -278,12 +278,12 @@ def test_held_out_cells_are_of_networks_that_no_profile_saw() -> None:
 
 def test_ratios_that_are_off_are_those_that_the_agreement_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     for spec in agreement.SESSIONS:
-        right, told = agreement.held_out(spec), agreement.passes(spec)
-        assert told.off == round((1 - right.pairs_within) * right.pairs), spec
+        cells, passes = agreement.held_out(spec), agreement.passes(spec)
+        assert passes.off == round((1 - cells.pairs_within) * cells.pairs), spec
         # Each pair has a ratio in each pass.
         runs = {len(values) for values in agreement.paces(spec, "gpu").values()}
         assert len(runs) == 1, spec
-        assert told.ratios == right.pairs * runs.pop(), spec
+        assert passes.ratios == cells.pairs * runs.pop(), spec
     # Of one and the same runs no ratio is off.
     measured = agreement.paces
     monkeypatch.setattr(agreement, "paces", lambda spec, _device: measured(spec, "gpu"))

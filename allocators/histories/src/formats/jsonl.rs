@@ -5,9 +5,9 @@
 //! `filename` and `line`, the innermost first.
 //!
 //! A free completes immediately, unless its line has `"deferred": true`: then a line `free_completed` follows where its last use has
-//! completed. `trainer --trace` does not write when a deferred free completed. A trace is of
-//! pinned memory if its first line has the settings of PyTorch's host allocator as `allocator_settings`, or if a line's `call` is
-//! `cuMemHostAlloc`. For a failed request the free bytes are unknown and 0 here. `analysis/schema.md` describes the fields.
+//! completed. `trainer --trace` does not write when a deferred free completed. A trace is of pinned memory if its first line has the
+//! settings of PyTorch's host allocator as `allocator_settings`, or if a line's `call` is `cuMemHostAlloc`. For a failed request the free
+//! bytes are unknown and 0 here. `analysis/schema.md` describes the fields.
 
 use super::error::Place;
 use super::input::Input;
