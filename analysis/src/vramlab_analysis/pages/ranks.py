@@ -10,6 +10,7 @@ from typing import Any
 from vramlab_analysis import repository
 from vramlab_analysis.errors import AnalysisError, parse_json, read_bytes
 from vramlab_analysis.experiments import Entry, results
+from vramlab_analysis.pages.cells import origin, span
 from vramlab_analysis.pages.registry import group, markdown, table
 
 MICRO = 1e6
@@ -148,12 +149,7 @@ def by_width() -> Mapping[str, Any]:
         for row, widths in rows.items()
     }
     counts = [len(entries) for widths in rows.values() for entries in widths.values()]
-    first = next(iter(rows[("allocators", "caching")].values()))[0]
-    return cells | {
-        "runs": {"least": min(counts), "most": max(counts)},
-        "build": first.record.summary["provenance"]["git_commit"][:8],
-        "day": first.record.summary["started_at"][:10],
-    }
+    return cells | {"runs": span(counts), "origin": origin("ranks")}
 
 
 @table("ranks-by-width")
