@@ -275,7 +275,7 @@ def test_the_smallest_limit_has_no_failure_above_it() -> None:
     points = inside.curve(runs, "gpt2", "remap")
     assert [point.ms for point in points] == [62.0, None, 61.0, 60.0]
     assert inside.smallest(points) == 1.1
-    assert inside.unlimited(runs, "gpt2", "remap") == 50.0
+    assert inside.over_unlimited(runs, "gpt2", "remap") == pytest.approx({1.01: 1.24, 1.1: 1.22, 1.3: 1.2})
     assert [ax.get_title(loc="left") for ax in inside.draw_curves(runs, ["gpt2"]).axes] == ["GPT-2 124 M", ""]
     with pytest.raises(AnalysisError, match="no run of native"):
         inside.draw_curves(session(records), ["gpt2"])

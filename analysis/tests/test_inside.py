@@ -56,6 +56,25 @@ def test_session_spans_calls_and_its_last_run_counts(tmp_path: Path) -> None:
     assert len({one["session"] for one in runs.runs}) == 2
 
 
+def test_machines_of_one_build_are_joined_and_each_compares_with_itself(tmp_path: Path) -> None:
+    within = {"over_active": 1.1, "limit": 110, "stats": {}}
+    lines = []
+    # The second machine is half as fast. The third has no native.
+    for host, ms in (("a", 10.0), ("b", 20.0), ("c", 99.0)):
+        lines += [machine("one", host)]
+        lines += [run(part, "native", 0, ms=ms, device_ms=[ms] * 4, stats={}) for part in ("timed", "curve")]
+        times = [3 * ms, ms, ms, ms]
+        lines += [run("timed", "remap", 0, ms=1.1 * ms), run("curve", "remap", 0, ms=ms, device_ms=times, **within)]
+    lines = [one for one in lines if one.get("ms") != 99.0 or one["arm"] == "remap"]
+    runs = inside.load(file(tmp_path / "a.jsonl", *lines))
+    assert len(runs.of("timed", arm="remap")) == 3
+    assert inside.ratio(runs, "timed", "gpt2", "remap") == pytest.approx((1.1, 1.1, 1.1))
+    assert inside.over_unlimited(runs, "gpt2", "remap") == {1.1: 1.0}
+    there = inside.within(runs, "gpt2", "remap", 1.1)
+    assert (there.runs, there.first, there.settled, there.mean) == (2, [3.0], 1.0, 1.5)
+    assert inside.slowest_step(runs, "gpt2", "remap") == 3.0
+
+
 def test_run_beyond_its_limit_is_left_out_of_the_curve(tmp_path: Path) -> None:
     held = {"stats": {"reserved_bytes.all.peak": 110}}
     lines = [run("curve", "native", 0, ms=10.0, stats={})]

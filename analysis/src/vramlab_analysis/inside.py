@@ -61,12 +61,12 @@ PARTS = {
 class Runs:
     """The runs of one or more campaigns, in the order in which they ended.
 
-    A session is one build on one machine. For a part, a program and an allocator the newest session counts; its times
-    are compared only with native's in the same session.
+    A session is one build on one machine. For a part, a program and an allocator the newest build on a kind of GPU
+    counts, with all of its sessions, and the times of each are compared only with native's in the same session.
     """
 
     machines: list[dict[str, Any]] = field(default_factory=list)
-    # Runs of the newest sessions.
+    # Runs of the sessions that count.
     runs: list[dict[str, Any]] = field(default_factory=list)
     # Runs of all sessions.
     every: list[dict[str, Any]] = field(default_factory=list)
@@ -76,7 +76,7 @@ class Runs:
         return _chosen(self.runs, parts, program, arm)
 
     def beside(self, arm: str, base: str, part: str, program: str) -> list[dict[str, Any]]:
-        """Runs of `base` in the session of the runs of `arm`."""
+        """Runs of `base` in the sessions of the runs of `arm`."""
         sessions = {run["session"] for run in self.of(part, program=program, arm=arm)}
         return [run for run in _chosen(self.every, (part,), program, base) if run["session"] in sessions]
 
@@ -195,9 +195,14 @@ def load(*paths: Path) -> Runs:
             else:
                 raise AnalysisError(f"{place}: not a run of a campaign.")
     found.every = list(by_id.values())
-    newest = {(run["part"], run["program"], run["arm"]): run["session"] for run in found.every}
-    found.runs = [run for run in found.every if newest[run["part"], run["program"], run["arm"]] == run["session"]]
+    newest = {(run["part"], run["program"], run["arm"]): _kind(run) for run in found.every}
+    found.runs = [run for run in found.every if newest[run["part"], run["program"], run["arm"]] == _kind(run)]
     return found
+
+
+def _kind(run: dict[str, Any]) -> tuple[Any, ...]:
+    """The session of a run without its machine: GPU and build."""
+    return run["session"][0], run["session"][-1]
 
 
 def peak(run: dict[str, Any], what: str) -> int | None:
@@ -236,16 +241,20 @@ def ratio(
 ) -> tuple[float, float, float] | None:
     """Step time over that of `base`: the median and its 95 % interval (bootstrap over the runs).
 
-    Runs of a repeat were made in turn, so each is compared with the run of the same repeat. None without two repeats.
+    Runs of a repeat were made in turn, so each is compared with the run of the same repeat in its session. None without
+    two of them.
     """
     actual, expected = (
-        {run.get("repeat", 0): value for run in some if (value := of(run))}
+        {_turn(run): value for run in some if (value := of(run))}
         for some in (runs.of(part, program=program, arm=arm), runs.beside(arm, base, part, program))
     )
-    both = sorted(actual.keys() & expected.keys())
-    if len(both) < 2:
-        return None
-    return median_interval([actual[repeat] / expected[repeat] for repeat in both])
+    over = [value / expected[turn] for turn, value in actual.items() if turn in expected]
+    return median_interval(over) if len(over) > 1 else None
+
+
+def _turn(run: dict[str, Any]) -> tuple[tuple[Any, ...], int]:
+    """The session and the repeat of a run."""
+    return run["session"], run.get("repeat", 0)
 
 
 def median_interval(values: Iterable[float]) -> tuple[float, float, float]:
@@ -258,11 +267,9 @@ def median_interval(values: Iterable[float]) -> tuple[float, float, float]:
 
 def turns(runs: Runs, arm: str, key: str = "ns") -> tuple[float, float, float]:
     """Time of a call over native's in the same turn: lower quartile, median, upper quartile of all turns."""
-    native = {run.get("repeat", 0): run[key] for run in runs.beside(arm, "native", "empty", "empty")}
+    native = {_turn(run): run[key] for run in runs.beside(arm, "native", "empty", "empty")}
     over = [
-        ns / base
-        for run in runs.of("empty", arm=arm)
-        for ns, base in zip(run[key], native[run.get("repeat", 0)], strict=True)
+        ns / base for run in runs.of("empty", arm=arm) for ns, base in zip(run[key], native[_turn(run)], strict=True)
     ]
     low, middle, high = np.quantile(over, (0.25, 0.5, 0.75))
     return float(low), float(middle), float(high)
@@ -324,21 +331,50 @@ def beyond(run: dict[str, Any]) -> bool:
     return bool(run["status"] == "ok" and (peak(run, "reserved") or 0) > run["limit"])
 
 
-def unlimited(runs: Runs, program: str, arm: str) -> float | None:
-    """Step time of native without a limit, in the session of an arm's curve, in ms."""
-    times = [run["ms"] for run in runs.beside(arm, "native", "curve", program) if "over_active" not in run]
-    return statistics.median(times) if times else None
+def _unlimited(runs: Runs, program: str, arm: str) -> dict[tuple[Any, ...], list[dict[str, Any]]]:
+    """The runs of native without a limit, by session, in the sessions of an arm's curve that have some.
+
+    Raises AnalysisError when none has.
+    """
+    found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for run in runs.beside(arm, "native", "curve", program):
+        if "over_active" not in run:
+            found.setdefault(run["session"], []).append(run)
+    if not found:
+        raise AnalysisError(f"{program} under {arm}: no run of native without a limit to compare with.")
+    return found
 
 
 def over_unlimited(runs: Runs, program: str, arm: str) -> dict[float, float]:
-    """Step time within each limit that ran, over native's without one, the smallest limit first.
+    """Step time within each limit that ran, over native's without one in the same session, the smallest limit first.
 
-    Raises AnalysisError when native did not run in that session.
+    Raises AnalysisError when native ran in none of the sessions.
     """
-    base = unlimited(runs, program, arm)
-    if base is None:
-        raise AnalysisError(f"{program} under {arm}: no run of native without a limit to compare with.")
-    return {one.over_active: one.ms / base for one in curve(runs, program, arm) if one.ms is not None}
+    native = {
+        session: statistics.median(run["ms"] for run in some)
+        for session, some in _unlimited(runs, program, arm).items()
+    }
+    over: dict[float, list[float]] = {one.over_active: [] for one in curve(runs, program, arm) if one.ms is not None}
+    for run in runs.of("curve", program=program, arm=arm):
+        if run.get("over_active") in over and run["session"] in native and not beyond(run):
+            over[run["over_active"]].append(run["ms"] / native[run["session"]])
+    return {limit: statistics.median(ratios) for limit, ratios in over.items() if ratios}
+
+
+def slowest_step(runs: Runs, program: str, arm: str) -> float:
+    """The longest step within any limit that an arm ran in, over native's median step without one.
+
+    Raises AnalysisError when native ran in none of the sessions, or the arm in no limit.
+    """
+    native = _unlimited(runs, program, arm)
+    over: list[float] = [
+        max(run["device_ms"]) / statistics.median(one["ms"] for one in native[run["session"]])
+        for run in runs.of("curve", program=program, arm=arm)
+        if "over_active" in run and run["status"] == "ok" and run["session"] in native
+    ]
+    if not over:
+        raise AnalysisError(f"{program} under {arm}: no limit in which it ran.")
+    return max(over)
 
 
 def mean_step(run: dict[str, Any]) -> float | None:
@@ -365,20 +401,26 @@ class Within:
 def within(runs: Runs, program: str, arm: str, limit: float) -> Within:
     """First steps, settled step and mean of the runs within a limit; of several runs the medians.
 
-    Raises AnalysisError when native did not run in that session.
+    Raises AnalysisError when there are no such runs, or none of native in their sessions.
     """
-    native = [run for run in runs.beside(arm, "native", "curve", program) if "over_active" not in run]
-    done = [run for run in runs.of("curve", program=program, arm=arm) if run.get("over_active") == limit]
-    base, times = ([run["device_ms"] for run in some if run.get("device_ms")] for some in (native, done))
-    if not base or not times:
+    units = {
+        session: (statistics.median(map(_settled_step, base)), statistics.median(map(statistics.mean, base)))
+        for session, native in _unlimited(runs, program, arm).items()
+        if (base := [run["device_ms"] for run in native if run.get("device_ms")])
+    }
+    done = [
+        (run["device_ms"], *units[run["session"]])
+        for run in runs.of("curve", program=program, arm=arm)
+        if run.get("over_active") == limit and run.get("device_ms") and run["session"] in units
+    ]
+    if not done:
         raise AnalysisError(f"{program} under {arm} at {limit:g}: no steps, or none of native without a limit.")
-    unit = statistics.median(map(_settled_step, base))
-    mean_unit = statistics.median(statistics.mean(steps) for steps in base)
-    steps = [statistics.median(same) / unit for same in zip(*times, strict=False)]
-    settled = statistics.median(map(_settled_step, times)) / unit
+    over = [[step / unit for step in times] for times, unit, _ in done]
+    steps = [statistics.median(same) for same in zip(*over, strict=False)]
+    settled = statistics.median(map(_settled_step, over))
+    mean = statistics.median(statistics.mean(times) / unit for times, _, unit in done)
     count = next((at for at, one in enumerate(steps) if one <= settled * (1 + SETTLED)), len(steps))
-    mean = statistics.median(statistics.mean(steps_ms) for steps_ms in times) / mean_unit
-    return Within(len(steps), len(times), steps[:count], settled, mean)
+    return Within(len(steps), len(done), steps[:count], settled, mean)
 
 
 def _settled_step(times: Sequence[float]) -> float:

@@ -90,9 +90,7 @@ def campaign() -> Mapping[str, Any]:
         points = inside.curve(runs, program, "remap")
         steps = {one.over_active: inside.within(runs, program, "remap", one.over_active) for one in points if one.ms}
         tight = [one for limit, one in steps.items() if limit < TIGHT]
-        base = inside.unlimited(runs, program, "remap") or 1.0
-        limited = [run for run in runs.of("curve", program=program, arm="remap") if run["status"] == "ok"]
-        slowest = max([slowest, *(max(run["device_ms"]) / base for run in limited)])
+        slowest = max(slowest, inside.slowest_step(runs, program, "remap"))
         least = {arm: inside.smallest(inside.curve(runs, program, arm)) for arm in ("native", "remap")}
         if least["remap"] is None:
             raise AnalysisError(f"{program} under remap: no limit in which it ran.")
