@@ -67,7 +67,7 @@ def campaign() -> Mapping[str, Any]:
     By program: under `remap` settled and mean steps over native's within limits below `tight` (`remap.min`,
     `remap.max`, `remap.mean`); the smallest limits; `there`, the steps of `remap` at its smallest one; of native its
     peak reserved without a limit and the largest limit in which it ran out of memory, both over active memory. Over
-    all: the slowest step.
+    all: the slowest step, the runs of each limit (`limited`), and their steps (`steps`, behind `warm_up` others).
     """
     runs = inside.load()
     quoted = [
@@ -84,6 +84,7 @@ def campaign() -> Mapping[str, Any]:
         "day": listed(dict.fromkeys(machine["at"][:10] for machine in machines)),
         "build": listed(dict.fromkeys(map(inside.build, machines))),
         "turns": span(len(runs.of("timed", program=one, arm=arm)) for one in PROGRAMS for arm in ARMS),
+        **_limited(quoted),
     }
     slowest = 0.0
     for program in PROGRAMS:
@@ -111,6 +112,17 @@ def campaign() -> Mapping[str, Any]:
             },
         }
     return values | {"slowest": slowest, "tight": TIGHT, "aim": AIM}
+
+
+def _limited(quoted: list[dict[str, Any]]) -> dict[str, str]:
+    """Of the runs within limits: their number for each limit, and the steps of each that were and were not measured."""
+    within = [run for run in quoted if "over_active" in run]
+    ran = [run for run in within if run["status"] == "ok"]
+    return {
+        "limited": span(Counter((run["program"], run["arm"], run["over_active"]) for run in within).values()),
+        "steps": span(len(run["device_ms"]) for run in ran),
+        "warm_up": span(run["warm_up"] for run in ran),
+    }
 
 
 def _native_needs(runs: inside.Runs, program: str) -> dict[str, float]:
