@@ -55,6 +55,8 @@ def test_spread_of_native_is_not_a_difference() -> None:
     natives = [run("p", "native", 1.0), run("p", "native", 1.01, repeat=1)]
     assert acceptance.verdict(run("p", "remap", 1.015), natives) == ""
     assert acceptance.verdict(run("p", "remap", 1.2), natives) == "losses differ by 1.6e-01"
+    # The second and the third differ most.
+    assert acceptance.spread([run("p", "native", loss) for loss in (3.0, 2.0, 4.0)]) == 0.5
     alike = [run("p", "native", 1.0), run("p", "native", 1.0, repeat=1)]
     assert acceptance.verdict(run("p", "remap", 1.0 + 1e-15), alike).startswith("losses differ by")
     assert acceptance.verdict(run("p", "remap", 1.001, tolerance=0.01), alike) == ""
@@ -124,7 +126,7 @@ def test_table_and_counts_have_differences_and_peaks(record: Record) -> None:
         "| `q` | 100 | losses differ by 6.7e-01 | – | did not end |",
     ]
     values = acceptance_list.counts()
-    assert values["1"] == {"programs": 2, "runs": 5, "differences": 2, "bits": 2}
+    assert values["1"] == {"programs": 2, "runs": 5, "recorded": 0, "differences": 2, "bits": 2}
     assert values["machines"] == "NVIDIA H200, driver 580.1, PyTorch 2.11.0"
     assert (values["builds"], values["days"]) == ("01234567", "2026-11-27")
     assert values["skipped"] == "`x` (needs cupy)"

@@ -385,7 +385,7 @@ def test_questions_count_a_program_once_and_always_expandable(monkeypatch: pytes
         run("b", truth.ALWAYS, 900, 5, out=True),
     ]
     monkeypatch.setattr(truth, "runs", lambda: runs)
-    assert truth.questions(choices) == {"questions": 2, "answered": 1, "expandable": 1}
+    assert truth.questions(choices) == {"questions": 2, "within": 1, "answered": 1, "expandable": 1}
     runs[1]["peak_reserved_bytes"] = 1011
     assert truth.questions(choices)["expandable"] == 0
 

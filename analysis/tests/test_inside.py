@@ -72,6 +72,7 @@ def test_machines_of_one_build_are_joined_and_each_compares_with_itself(tmp_path
     assert inside.over_unlimited(runs, "gpt2", "remap") == {1.1: 1.0}
     there = inside.within(runs, "gpt2", "remap", 1.1)
     assert (there.runs, there.first, there.settled, there.mean) == (2, [3.0], 1.0, 1.5)
+    assert (there.most, there.longest) == (1.5, 3.0)
     assert inside.slowest_step(runs, "gpt2", "remap") == 3.0
 
 
@@ -97,6 +98,10 @@ def test_first_steps_count_in_the_mean_and_not_in_the_settled_step(tmp_path: Pat
     assert there.mean == pytest.approx(70 / 42)
     with pytest.raises(AnalysisError, match="no steps"):
         inside.within(runs, "gpt2", "remap", 1.1)
+    lines += [run("curve", "remap", 2, device_ms=[10.0], **some)]
+    runs = inside.load(file(tmp_path / "b.jsonl", machine("one"), *lines))
+    with pytest.raises(AnalysisError, match="different numbers of steps"):
+        inside.within(runs, "gpt2", "remap", 1.01)
 
 
 def test_a_limit_in_which_one_of_several_runs_had_no_memory_is_not_enough(tmp_path: Path) -> None:

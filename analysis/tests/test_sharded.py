@@ -24,7 +24,7 @@ def test_steps_are_compared_in_the_same_repeat() -> None:
         _run("gmlake", 1, _result(2**30, "b", 110.0)),
         _run("native", 0, {"oom": "out of memory"}, "fsdp_moe"),
     ])  # fmt: skip
-    once = {"median": 1.1, "least": 1.1, "most": 1.1}
+    once = {"median": 1.1, "least": 1.1, "most": 1.1, "pairs": 1}
     assert found["fsdp_gpt2"]["remap"]["over"] == {"native": once}
     assert found["fsdp_gpt2"]["gmlake"]["over"] == {"native": once}, "not over the other repeat"
     rows = torch_rows(found)

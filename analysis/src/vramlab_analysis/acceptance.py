@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def loss_difference(record: Record, base: Record) -> float:
 def spread(natives: Sequence[Record]) -> float:
     """The largest relative difference between native's own runs of a program."""
     successful = [run for run in natives if run["status"] == "ok"]
-    return max((loss_difference(run, successful[0]) for run in successful), default=0.0)
+    return max((loss_difference(*pair) for pair in combinations(successful, 2)), default=0.0)
 
 
 def verdict(record: Record, natives: Sequence[Record]) -> str:
@@ -116,12 +117,13 @@ class Runs:
         natives = self.of(program, NATIVE)
         return [difference for run in self.of(program, arm) if (difference := verdict(run, natives))]
 
+    def peaks(self, program: str, arm: str) -> list[int]:
+        """Peak reserved memory in bytes of the runs of a program under an arm that succeeded, those that are known."""
+        return [peak for run in self.of(program, arm) if run["status"] == "ok" and (peak := peak_reserved(run))]
+
     def ratio(self, program: str, arm: str) -> float | None:
         """Peak reserved memory over native's, medians; None if either is unknown."""
-        actual, native = (
-            [peak for run in self.of(program, one) if run["status"] == "ok" and (peak := peak_reserved(run))]
-            for one in (arm, NATIVE)
-        )
+        actual, native = self.peaks(program, arm), self.peaks(program, NATIVE)
         return statistics.median(actual) / statistics.median(native) if actual and native else None
 
 

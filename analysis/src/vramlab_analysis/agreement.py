@@ -248,7 +248,7 @@ def kinds() -> Iterator[Kind]:
         if specs:
             here = in_session(specs[0])
             name = f"`{specs[0]}`" if len(specs) == 1 else f"{len(specs)} other specs"
-            where = "" if here else ", on another host than the profile"
+            where = "" if here else ", on other hosts than the profile"
             yield Kind(f"{name}, an {results(specs[0], 'gpu').machine}{where}", specs, here)
     first, second = SESSIONS
     yield Kind(f"`{first}`, an {results(first, 'gpu').machine}", [first], session=True)

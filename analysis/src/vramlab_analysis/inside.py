@@ -396,12 +396,15 @@ class Within:
     # Median of the second half of the steps, and mean of all of them.
     settled: float
     mean: float
+    # Of all runs the largest mean and the longest step.
+    most: float
+    longest: float
 
 
 def within(runs: Runs, program: str, arm: str, limit: float) -> Within:
     """First steps, settled step and mean of the runs within a limit; of several runs the medians.
 
-    Raises AnalysisError when there are no such runs, or none of native in their sessions.
+    Raises AnalysisError when there are no such runs, or none of native in their sessions, or they differ in length.
     """
     units = {
         session: (statistics.median(map(_settled_step, base)), statistics.median(map(statistics.mean, base)))
@@ -416,11 +419,14 @@ def within(runs: Runs, program: str, arm: str, limit: float) -> Within:
     if not done:
         raise AnalysisError(f"{program} under {arm} at {limit:g}: no steps, or none of native without a limit.")
     over = [[step / unit for step in times] for times, unit, _ in done]
-    steps = [statistics.median(same) for same in zip(*over, strict=False)]
+    if len(set(map(len, over))) > 1:
+        raise AnalysisError(f"{program} under {arm} at {limit:g}: runs of different numbers of steps.")
+    steps = [statistics.median(same) for same in zip(*over, strict=True)]
     settled = statistics.median(map(_settled_step, over))
-    mean = statistics.median(statistics.mean(times) / unit for times, _, unit in done)
+    means = [statistics.mean(times) / unit for times, _, unit in done]
     count = next((at for at, one in enumerate(steps) if one <= settled * (1 + SETTLED)), len(steps))
-    return Within(len(steps), len(done), steps[:count], settled, mean)
+    longest = max(map(max, over))
+    return Within(len(steps), len(done), steps[:count], settled, statistics.median(means), max(means), longest)
 
 
 def _settled_step(times: Sequence[float]) -> float:

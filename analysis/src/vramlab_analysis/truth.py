@@ -94,8 +94,8 @@ def near(frame: pl.DataFrame, column: str = "off_percent") -> dict[str, Any]:
 
 
 def questions(choices: pl.DataFrame) -> dict[str, int]:
-    """The questions behind the first choices: programs within a limit, those that every recording answers right, and
-    those that always `expandable` answers.
+    """The questions behind the first choices, each of a program and a limit or none: their number, those with a limit,
+    those that every recording answers right, and those that always `expandable` answers.
 
     Several recordings of a program ask the same question. An answer is right if it ran and reserved at most 1 % more
     than the best measured setting.
@@ -110,7 +110,8 @@ def questions(choices: pl.DataFrame) -> dict[str, int]:
         ran = {run["conf"]: run["peak_reserved_bytes"] for run in measured[question] if not run["out_of_memory"]}
         expandable += ran.get(ALWAYS, float("inf")) <= (1 + NEAR / 100) * min(ran.values())
     answered = int(by_question["first_choice_right"].sum())
-    return {"questions": len(asked), "answered": answered, "expandable": expandable}
+    within = sum(limit is not None for _, limit in asked)
+    return {"questions": len(asked), "within": within, "answered": answered, "expandable": expandable}
 
 
 def unchanged(frame: pl.DataFrame) -> int:
@@ -125,8 +126,9 @@ def values() -> dict[str, Any]:
     """`near` of sets of pairs; the held-out sets as `first` and `later`, in the order of recording.
 
     `hard` pairs have a limit, private pools or deferred frees. Of all pairs: how often running out of memory and the
-    number of retries were predicted right, and the first choice of a recording. Base rates: `unchanged`, the pairs in
-    which the recording's own peak is within 1 %; `limited.none`, runs without a retry; `choices.expandable`.
+    number of retries were predicted right, and the first choice of a recording; `limited.runs` measured runs, of which
+    `limited.runs_out` ran out. Base rates: `unchanged`, the pairs in which the recording's own peak is within 1 %;
+    `limited.none`, runs without a retry; `choices.expandable`.
     """
     frame = pairs()
     held_out, known = frame.filter(IS_HELD_OUT), frame.filter(~IS_HELD_OUT)
@@ -137,6 +139,7 @@ def values() -> dict[str, Any]:
         name: limited.filter(pl.col(f"real_{name}") == pl.col(f"predicted_{name}")).height
         for name in ("out_of_memory", "retries")
     }
+    each = limited.unique(["program", "conf", "limit_bytes"])
     choices = frame.filter(pl.col("first_choice_right").is_not_null()).unique(["recording", "limit_bytes"])
     commits: dict[str, list[str]] = {}
     for run in runs():
@@ -159,7 +162,8 @@ def values() -> dict[str, Any]:
         "heldout": near(held_out) | {"first": near(held_out, "first_off_percent")["near"]},
         **{name: near(known.filter(which)) for name, which in sets.items()},
         "limited": {"count": limited.height, "out": int(limited["real_out_of_memory"].sum()), **right}
-        | {"none": limited.filter(pl.col("real_retries") == 0).height, "programs": limited["program"].n_unique()},
+        | {"none": limited.filter(pl.col("real_retries") == 0).height, "programs": limited["program"].n_unique()}
+        | {"runs": each.height, "runs_out": int(each["real_out_of_memory"].sum())},
         "choices": {"count": choices.height, "right": int(choices["first_choice_right"].sum()), **questions(choices)},
     }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from functools import cache
+from statistics import median
 from typing import Any
 
 from vramlab_analysis import acceptance, inside
@@ -14,6 +15,8 @@ from vramlab_analysis.pages.registry import group, markdown, table
 MIB = 2**20
 # More runs of a program under an allocator than this look for rare failures.
 FEW = 9
+# Peaks of native that differ by no more than this factor are shown as one.
+SAME = 1.01
 
 
 @cache
@@ -52,11 +55,15 @@ def _cell(program: str, arm: str) -> str:
 
 
 def _native(program: str) -> str:
-    """Native's own peak in MiB, or its differences."""
+    """Native's own peak in MiB, the median with the range where its runs differ by more than a hundredth, or its
+    differences."""
     if differences := _runs().differences(program, acceptance.NATIVE):
         return "; ".join(dict.fromkeys(differences))
-    peaks = [peak for run in _runs().of(program, acceptance.NATIVE) if (peak := acceptance.peak_reserved(run))]
-    return f"{max(peaks) / MIB:,.0f}" if peaks else "ok"
+    peaks = [peak / MIB for peak in _runs().peaks(program, acceptance.NATIVE)]
+    if not peaks:
+        return "ok"
+    least, middle, most = min(peaks), median(peaks), max(peaks)
+    return f"{middle:,.0f} ({least:,.0f} to {most:,.0f})" if most > SAME * least else f"{middle:,.0f}"
 
 
 def _table(title: str, gpus: int) -> str:
@@ -78,10 +85,29 @@ def two_gpus() -> str:
     return _table("program of two GPUs", 2)
 
 
+@table("acceptance-differences")
+def differences() -> str:
+    """Programs and allocators with runs that differ from native's, and how much native's own runs differ."""
+    body = []
+    for gpus in (1, 2):
+        for program in _runs().programs(gpus):
+            natives = _runs().of(program, acceptance.NATIVE)
+            spread = acceptance.spread(natives)
+            own = f"by up to {spread:.1e}" if spread else "equal in all bits"
+            for arm in _arms(gpus):
+                found = _runs().differences(program, arm)
+                if found:
+                    words, count = "; ".join(dict.fromkeys(found)), f"{len(found)} of {len(_runs().of(program, arm))}"
+                    body.append([f"`{program}`", _head(arm), words, count, own, f"{len(natives)}"])
+    head = ["program", "allocator", "difference", "in runs", "native's own losses", "native's runs"]
+    return markdown(head, body, left=5)
+
+
 @group("acceptance")
 def counts() -> Mapping[str, Any]:
-    """Programs, runs and differences by the number of GPUs, `1` and `2`; programs whose native runs agree in all bits,
-    `bits`; skipped programs; machines in words; the repeated runs: `runs`, `hung`, `failed` and the programs' names."""
+    """Programs, runs under other allocators than native and differences by the number of GPUs, `1` and `2`; runs of
+    native that were recorded, `recorded`; programs whose native runs agree in all bits, `bits`; skipped programs;
+    machines in words; the repeated runs: `runs`, `hung`, `failed` and the programs' names."""
     runs = _runs()
     values: dict[str, Any] = {
         "machines": [],
@@ -89,9 +115,12 @@ def counts() -> Mapping[str, Any]:
     }
     for gpus in (1, 2):
         programs, arms = runs.programs(gpus), _arms(gpus)
+        count = {arm: sum(len(runs.of(program, arm)) for program in programs) for arm in arms}
+        recorded = count.pop(acceptance.NATIVE + acceptance.RECORDED, 0)
         values[str(gpus)] = {
             "programs": len(programs),
-            "runs": sum(len(runs.of(program, arm)) for program in programs for arm in arms),
+            "runs": sum(count.values()),
+            "recorded": recorded,
             "differences": sum(len(runs.differences(program, arm)) for program in programs for arm in arms),
             "bits": sum(acceptance.spread(runs.of(program, acceptance.NATIVE)) == 0 for program in programs),
         }

@@ -19,7 +19,7 @@ PAGE_CALLS = ("mem_create", "mem_map", "mem_set_access", "mem_unmap", "mem_relea
 @group("loader-case")
 def loader() -> Mapping[str, Any]:
     """Peak reserved in GiB by setting and phase, with `.max`; `active`; settings that ran within the limit; the
-    setting that reserves least, `best`, and the one that `advise` predicts to, `advised`."""
+    setting whose largest peak is least, `best`, and the one that `advise` predicts to, `advised`."""
     runs = stories.load()
     reserved = {
         arm: {name: stories.phase(runs.one("load_serve", arm), name) / GIB for name in stories.PHASES}

@@ -48,7 +48,8 @@ def programs() -> str:
     for arm in ARMS:
         row = [f"`{arm}`"]
         for program in PROGRAMS:
-            reserved = [inside.peak(run, "reserved") or 0 for run in runs.of("timed", program=program, arm=arm)]
+            peaks = (inside.peak(run, "reserved") for run in runs.of("timed", program=program, arm=arm))
+            reserved = [peak for peak in peaks if peak]
             step = inside.ratio(runs, "timed", program, arm)
             least = inside.smallest(inside.curve(runs, program, arm))
             row += [f"{statistics.median(reserved) / MIB:,.0f} MiB", f"{step[0]:.3f}" if step else "one run"]
@@ -80,6 +81,7 @@ def campaign() -> Mapping[str, Any]:
     machines = [runs.machines[call] for call in dict.fromkeys(run["call"] for run in quoted)]
     values: dict[str, Any] = {
         "gpu": listed(dict.fromkeys(machine["gpu"] for machine in machines)),
+        "hosts": len({machine["provenance"]["host_hash"] for machine in machines}),
         "driver": listed(dict.fromkeys(inside.driver(machine) for machine in machines)),
         "day": listed(dict.fromkeys(machine["at"][:10] for machine in machines)),
         "build": listed(dict.fromkeys(map(inside.build, machines))),
@@ -103,12 +105,12 @@ def campaign() -> Mapping[str, Any]:
                 "min": min(one.settled for one in tight),
                 "max": max(one.settled for one in tight),
                 "mean": max(one.mean for one in tight),
+                "most": max(one.most for one in tight),
                 "at": {limit: {"settled": one.settled, "mean": one.mean} for limit, one in steps.items()},
             },
             "there": {
                 "first": len(there.first),
-                "first.most": max(there.first, default=there.settled),
-                **{key: getattr(there, key) for key in ("steps", "runs", "settled", "mean")},
+                **{key: getattr(there, key) for key in ("steps", "runs", "settled", "mean", "most", "longest")},
             },
         }
     return values | {"slowest": slowest, "tight": TIGHT, "aim": AIM}

@@ -135,14 +135,17 @@ def largest_of_ranks(entries: list[Entry], value: str) -> list[float]:
 
 @group("ranks-by-width")
 def by_width() -> Mapping[str, Any]:
-    """Median step of the slower rank and exposed communication in microseconds, by allocators and width; and counts."""
+    """Median step of the slower rank and exposed communication in microseconds, by allocators and width; the step over
+    that of `caching` in the same repeat on the same host, `over`; and counts."""
     rows = _by_width()
+    base = {width: _by_turn(entries) for width, entries in rows[("allocators", "caching")].items()}
     names = {("mixed", "caching"): "mixed"}
     cells = {
         names.get(row, row[1]): {
             str(width): {
                 "step": median(largest_of_ranks(entries, "step_s")),
                 "exposed": median(largest_of_ranks(entries, "exposed_communication_s")),
+                "over": median(_over(_by_turn(entries), base[width])),
             }
             for width, entries in sorted(widths.items())
         }
@@ -150,6 +153,17 @@ def by_width() -> Mapping[str, Any]:
     }
     counts = [len(entries) for widths in rows.values() for entries in widths.values()]
     return cells | {"runs": span(counts), "origin": origin("ranks")}
+
+
+def _by_turn(entries: list[Entry]) -> dict[tuple[int, str], float]:
+    """The step of the slower rank of each run, by repeat and host."""
+    turns = ((entry.meta["repeat"], entry.meta["provenance"]["host_hash"]) for entry in entries)
+    return dict(zip(turns, largest_of_ranks(entries, "step_s"), strict=True))
+
+
+def _over(steps: dict[tuple[int, str], float], base: dict[tuple[int, str], float]) -> list[float]:
+    """Steps over those of the same turn."""
+    return [step / base[turn] for turn, step in steps.items() if turn in base]
 
 
 @table("ranks-by-width")

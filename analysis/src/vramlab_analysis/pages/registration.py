@@ -42,10 +42,14 @@ def verdict(kind: Mapping[str, Any], mode: str) -> str:
     return kind.get("error") or "not measured"
 
 
+def _largest_bytes(kind: Mapping[str, Any]) -> int:
+    """Size of the largest collective over a kind of memory."""
+    return max((row["bytes"] for row in (kind.get("measurement") or {}).get("times", [])), default=0)
+
+
 def sum_times(kind: Mapping[str, Any], operation: str, launch: str) -> dict[str, float]:
     """Median time of the largest collective in microseconds, by mode."""
-    times = (kind.get("measurement") or {}).get("times", [])
-    largest = max((row["bytes"] for row in times), default=0)
+    times, largest = (kind.get("measurement") or {}).get("times", []), _largest_bytes(kind)
     chosen = (row for row in times if (row["operation"], row["launch"], row["bytes"]) == (operation, launch, largest))
     return {row["mode"]: row["p50_ns"] / 1e3 for row in chosen}
 
@@ -70,9 +74,9 @@ def registration_table(record: Mapping[str, Any]) -> str:
     for kind in record["kinds"]:
         cells = [verdict(kind, mode) for mode in ("register", "window")]
         cells += [_cell(sum_times(kind, *column)) for column in COLUMNS]
-        body.append([f"`{kind['kind']}`", *cells])
+        body.append([f"`{kind['kind']}`", f"{_largest_bytes(kind) / MIB:,.0f}", *cells])
     heads = [f"{OPERATIONS[operation]}, {launch}" for operation, launch in COLUMNS]
-    return markdown(["memory", "registers", "as a window", *heads], body, left=3)
+    return markdown(["memory", "MiB", "registers", "as a window", *heads], body, left=1)
 
 
 @table("registration")

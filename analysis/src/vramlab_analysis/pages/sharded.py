@@ -45,7 +45,9 @@ def _over(
     """The step over that of the base in the repeats that both have: the median, the least and the most."""
     both = [repeat for repeat in cell if cell[repeat].get("of_ranks") and base.get(repeat, {}).get("of_ranks")]
     ratios = [_ms(cell[repeat]) / _ms(base[repeat]) for repeat in both]
-    return {"median": median(ratios), "least": min(ratios), "most": max(ratios)} if ratios else None
+    return (
+        {"median": median(ratios), "least": min(ratios), "most": max(ratios), "pairs": len(ratios)} if ratios else None
+    )
 
 
 def _ratio(over: Mapping[str, float] | None) -> str:
@@ -124,6 +126,7 @@ def values() -> Mapping[str, Any]:
     finished = [cell for allocs in found.values() for cell in allocs.values() if "losses" in cell]
     return found | {
         "runs": span(counts),
+        "pairs": span(over["pairs"] for cell in finished for over in cell["over"].values()),
         "cells": {"all": len(finished), "equal": sum(cell["losses"] == "equal" for cell in finished)},
         "origin": origin("ranks-torch"),
     }

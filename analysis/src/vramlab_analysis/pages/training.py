@@ -42,13 +42,14 @@ SPECS: dict[str, tuple[list[str], dict[str, Any]]] = {
 
 
 def cells_of(spec: str) -> dict[str, Any]:
-    """Medians of a spec's cells as `KEY.KEY`, with `.low` and `.high`, and `repeats`, the runs of a cell in words."""
+    """Medians of a spec's cells as `KEY.KEY`, with `.low`, `.high` and `.runs`, and `repeats`, the runs of a cell."""
     by, where = SPECS[spec]
     found = cells(spec, by, **where)
     values: dict[str, Any] = {"repeats": span(cell["repeats"] for cell in found.values()), "of": origin(spec)}
     for key, cell in found.items():
         name = ".".join(map(str, key))
         values |= {name: cell["value"], f"{name}.low": cell["low"], f"{name}.high": cell["high"]}
+        values[f"{name}.runs"] = cell["repeats"]
     return values
 
 
@@ -113,7 +114,7 @@ def epochs() -> str:
 
 @group("hosts")
 def hosts() -> Mapping[str, Any]:
-    """The compared epoch in ms over all records of such a GPU: `.min`, `.max` and `.runs` by allocator."""
+    """The compared epoch in ms in the runs of all specs on such a GPU: `.min`, `.max` and `.runs` by allocator."""
     times: dict[str, list[float]] = {}
     work = {"hidden": 784, "layers": 4, "batch": 64, "sync": "never", "loader": "resident"}
     work |= {"dtype": "f32", "fuse": "none", "launch": "eager"}
@@ -127,9 +128,6 @@ def hosts() -> Mapping[str, Any]:
         same = all(settings[key] == value for key, value in work.items()) and entry.record.device == gpu
         if same and done and unlimited:
             times.setdefault(settings["allocator"], []).append(1e3 * statistics.median(done))
-    for row in (row for path in kept("cuda.json") for row in read_json(path)):
-        if row["arm"] in times and row["device"] == gpu:
-            times[row["arm"]].append(1e3 * row["epoch_s"])
     return {name: {"min": min(ms), "max": max(ms), "runs": len(ms)} for name, ms in times.items()}
 
 
@@ -141,15 +139,15 @@ def recorded() -> list[Experiment]:
 
 @group("records")
 def records() -> Mapping[str, Any]:
-    """The specs recorded on the compared GPU: their number, days and builds, the newest record of each. Of their
-    completed runs the number, and the number of those without a commit and from changed sources."""
+    """The specs recorded on the compared GPU: their number, days and builds. Of their completed runs the number, and
+    the number of those without a commit and from changed sources."""
     gpu = machine(comparison()[0]["device"])
-    of = {one.name: one for one in recorded() if one.machine == gpu}
-    pages = sorted({one.directories[0].parent.name for one in of.values()})
-    told = [entry.meta.get("provenance") or {} for one in of.values() for entry in one.runs if entry.done]
+    of = [one for one in recorded() if one.machine == gpu]
+    pages = sorted({one.directories[0].parent.name for one in of})
+    told = [entry.meta.get("provenance") or {} for one in of for entry in one.runs if entry.done]
     return {
-        "specs": len(of),
-        "days": dates(one.document["started_at"] for one in of.values()),
+        "specs": len({one.name for one in of}),
+        "days": dates(one.document["started_at"] for one in of),
         "pages": pages,
         "runs": len(told),
         "builds": len({one["git_commit"] for one in told if one.get("git_commit")}),
@@ -160,11 +158,22 @@ def records() -> Mapping[str, Any]:
 
 @group("waits")
 def waits() -> Mapping[str, Any]:
-    """Microseconds of a step under `naive` in the driver's two calls for memory, all and blocked."""
+    """Microseconds of a step under `naive` in the driver's two calls for memory, all and blocked; of `caching`, whose
+    few allocations map new pages, their number and the share of their time beyond that on an idle device."""
+    pool = [
+        epoch["driver_calls"]["mem_alloc"]
+        for entry in results("where-time-goes", "gpu").select(alloc="caching")
+        for epoch in entry.record.summary["epochs"]
+    ]
+    blocked, total, count = (sum(calls[key] for calls in pool) for key in ("blocked_ns", "total_ns", "count"))
     entries = results("where-time-goes", "gpu").select(alloc="naive")
     rows = medians(pl.concat(account_of_steps(entry.record, 10, 29) for entry in entries), ["call"])
     calls = {row["call"]: row for row in rows.iter_rows(named=True)}
-    return {"runs": len(entries), **{call: calls[call] for call in ("mem_alloc", "mem_free")}}
+    return {
+        "runs": len(entries),
+        "caching": {"count": count, "share": blocked / total},
+        **{call: calls[call] for call in ("mem_alloc", "mem_free")},
+    }
 
 
 @group("stop")
@@ -269,8 +278,8 @@ def memory() -> Mapping[str, Any]:
 
 @group("latency")
 def latency() -> Mapping[str, Any]:
-    """Nanoseconds of an allocation, `p50` and `p999`, by allocator."""
-    values = {}
+    """Nanoseconds of an allocation, `p50` and `p999`, by allocator, of the calls of all `runs`."""
+    values: dict[str, Any] = {"runs": len(results("latency", "gpu").select(alloc="caching"))}
     for alloc in ("caching", "stream-ordered", "naive"):
         found = [
             histogram
