@@ -173,8 +173,59 @@ fn a_folder_of_something_else_is_left_alone() {
         run(&test_dir, &[]).refused(2, &[words]);
     }
     std::fs::write(&path, text).unwrap();
-    std::fs::write(test_dir.at("out/small/runs/00-naive-5-r0/run.json"), "{").unwrap();
-    run(&test_dir, &[]).refused(2, &["00-naive-5-r0/run.json", "is not JSON"]);
+    // What is not the experiment's stays.
+    std::fs::write(&stranger, "dear").unwrap();
+    run(&test_dir, &["--again"]).ok();
+    assert!(stranger.exists());
+    let shard = run(&test_dir, &["--again", "--shard", "1/2"]);
+    assert!(shard.code == Some(2) && shard.stderr.contains("cannot be used with"), "{shard:?}");
+    assert_eq!(runs(&test_dir, "out").len(), 8, "a shard removes no other's runs");
+}
+
+#[test]
+fn two_specs_of_one_name_are_refused_before_the_first_run() {
+    let test_dir = TestDir::new();
+    test_dir.write("small.toml", SMALL);
+    std::fs::create_dir(test_dir.at("more")).unwrap();
+    test_dir.write("more/small.toml", SMALL.replace("epochs = 2", "epochs = 1"));
+    for more in ["more/small.toml", "small.toml"] {
+        run(&test_dir, &[more]).refused(2, &["the name small is of two specs"]);
+    }
+    assert!(!test_dir.at("out").exists());
+}
+
+/// What is damaged names the directory to remove, costs no other experiment its runs, and is not packed.
+#[test]
+fn a_damaged_run_is_named_and_made_again_when_it_is_removed() {
+    let test_dir = TestDir::new();
+    test_dir.write("small.toml", SMALL);
+    test_dir.write("other.toml", SMALL.replace("\"small\"", "\"other\""));
+    run(&test_dir, &[]).ok();
+    let folder = test_dir.at("out/small/runs/00-naive-5-r0");
+    let whole = std::fs::read_to_string(folder.join("summary.json")).unwrap();
+    let pack = || test_dir.run(&["pack", "out/small", "-o", "label.tar.xz"]);
+    std::fs::write(folder.join("summary.json"), &whole[..whole.len() / 2]).unwrap();
+    let ran = run(&test_dir, &["other.toml", "--json"]);
+    assert!(ran.code == Some(1) && ran.stderr.contains("remove the directory of that run"), "{ran:?}");
+    let cells: Value = serde_json::from_str(&ran.stdout).unwrap();
+    assert_eq!(cells.as_array().unwrap().len(), 4, "the cells of the other experiment");
+    pack().refused(2, &["summary.json is cut; remove the directory of that run"]);
+
+    std::fs::write(folder.join("summary.json"), whole).unwrap();
+    let table = std::fs::read_to_string(folder.join("steps.csv")).unwrap();
+    std::fs::write(folder.join("steps.csv"), &table[..table.len() - 3]).unwrap();
+    pack().refused(2, &["steps.csv is cut"]);
+    std::fs::write(folder.join("steps.csv"), table).unwrap();
+
+    std::fs::write(folder.join("run.json"), "{").unwrap();
+    run(&test_dir, &[]).refused(2, &["00-naive-5-r0 is damaged; remove it", "is not JSON"]);
+    pack().refused(2, &["00-naive-5-r0 is damaged"]);
+    let status = test_dir.run(&["status", "out"]).ok();
+    assert!(status.stdout.contains("15 of 16 runs are done, 1 damaged."), "{status:?}");
+    assert!(status.stdout.contains("damaged: ") && status.stdout.contains("00-naive-5-r0"), "{status:?}");
+    std::fs::remove_dir_all(&folder).unwrap();
+    run(&test_dir, &[]).ok();
+    pack().ok();
 }
 
 #[test]
@@ -455,4 +506,8 @@ fn a_budget_leaves_runs_for_the_next_call() {
     std::fs::remove_dir_all(test_dir.at("out/small/runs/01-naive-5-r1")).unwrap();
     assert!(run(&test_dir, &["--budget", "100000"]).stderr.contains("left out 1 run"));
     run(&test_dir, &[]).ok();
+    // Warm-ups take time, too: these would take hours.
+    let spec = SMALL.replace("repeats = 2", "repeats = 2\nwarm_up = 1000").replace("epochs = 2", "epochs = 5000");
+    test_dir.write("small.toml", spec);
+    assert_eq!(run(&test_dir, &["--again", "--budget", "0"]).code, Some(4));
 }

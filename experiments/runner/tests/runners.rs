@@ -39,6 +39,32 @@ fn a_killed_runner_goes_on_where_it_was() {
     }
 }
 
+/// The last line that a killed program printed is not why it ended.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_run_that_a_signal_ended_says_so() {
+    let test_dir = TestDir::new();
+    test_dir.write("small.toml", SMALL.replace("epochs = 2", "epochs = 50000").replace("[5, 9]", "[5]"));
+    let mut runner = test_dir.process(&["run", "small.toml", "--device", "sim", "-o", "out", "--shard", "1/4"]);
+    let mut runner = runner.stdout(std::process::Stdio::null()).stderr(std::process::Stdio::null()).spawn().unwrap();
+    let tasks = std::path::PathBuf::from(format!("/proc/{}/task", runner.id()));
+    let child = || {
+        names(&tasks).iter().find_map(|task| {
+            let children = std::fs::read_to_string(tasks.join(task).join("children")).unwrap_or_default();
+            children.split_whitespace().next().map(str::to_owned)
+        })
+    };
+    let part = test_dir.at("out/small/runs/.00-naive-5-r0.part/stderr.txt");
+    until("it should train", || std::fs::metadata(&part).is_ok_and(|file| file.len() > 0));
+    let child = child().unwrap();
+    assert!(std::process::Command::new("kill").args(["-9", &child]).status().unwrap().success());
+    assert_eq!(runner.wait().unwrap().code(), Some(1));
+    let record = json_at(&test_dir.at("out/small/runs/00-naive-5-r0/run.json"));
+    let error = record["error"].as_str().unwrap();
+    assert!(error.starts_with("it ended with signal: 9 (SIGKILL); its last line: "), "{error}");
+    assert_eq!(record["exit_code"], json!(null));
+}
+
 #[test]
 fn shards_put_together_are_the_whole() {
     let test_dir = TestDir::new();
@@ -95,7 +121,7 @@ fn a_second_runner_leaves_the_first_alone() {
         std::thread::sleep(Duration::from_millis(5));
     }
     let before = unfinished();
-    for more in [&[][..], &["--again"], &["--shard", "2/2"], &["--shard", "2/2", "--again"]] {
+    for more in [&[][..], &["--again"], &["--shard", "2/2"]] {
         run(&test_dir, more).refused(2, &["another run is at work in", "out/small", "with -o"]);
     }
     assert_eq!(before.len(), 1);
@@ -279,7 +305,7 @@ fn shards_share_a_folder_only_with_shards_of_their_number() {
     let text = test_dir.run(&["status", "out/small"]).ok().stdout;
     assert_eq!(
         closing(&text),
-        ["0 of 8 runs are done, 1 running, 7 left.", "run small --device sim -o out --shard 1/8"]
+        ["0 of 8 runs are done, 1 running, 7 left.", "run path/to/small.toml --device sim -o out --shard 1/8"]
     );
     first.kill().unwrap();
     first.wait().unwrap();
@@ -303,7 +329,7 @@ fn status_tells_what_failed_and_refuses_what_is_no_experiment() {
     assert!(report["runs"][2]["error"].as_str().unwrap().contains("out of memory"), "{report}");
     let text = test_dir.run(&["status", "out"]).ok().stdout;
     assert!(text.contains("failed: small/02-naive-900-40k-r0: "), "{text}");
-    assert_eq!(closing(&text), ["2 of 4 runs are done, 2 failed.", "run small --device sim -o out"]);
+    assert_eq!(closing(&text), ["2 of 4 runs are done, 2 failed.", "run path/to/small.toml --device sim -o out"]);
     test_dir.run(&["status", "nowhere"]).refused(2, &["cannot read nowhere"]);
     test_dir.run(&["status", "."]).refused(2, &[". has no experiment.json", "--out"]);
     // Ids that lead to other directories are refused.

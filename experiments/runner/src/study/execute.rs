@@ -15,15 +15,17 @@ use super::record::{
     without_folders, write_compact, write_json,
 };
 use super::spec::{OptionValue, Program};
+use super::work::START;
 use crate::repository;
 use anyhow::{Context, Result};
 use serde_json::Value;
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
-use std::sync::OnceLock;
 use std::sync::atomic::Ordering::SeqCst;
 use std::sync::mpsc::Sender;
+use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 use terminal::Shard;
 use terminal::signals::Signals;
@@ -43,10 +45,14 @@ pub(super) struct Experiment<'a> {
     pub(super) jobs: usize,
     /// No run starts that would end later, as far as finished runs show.
     pub(super) deadline: Option<Instant>,
+    pub(super) walls: Walls,
     pub(super) signals: &'a Signals,
     #[cfg(unix)]
     pub(super) forks: Forks,
 }
+
+/// The longest time of the finished runs of each cell in seconds, read when it is first asked for.
+pub(super) type Walls = Mutex<Option<BTreeMap<usize, f64>>>;
 
 /// Files of a process's output, and of the end of both if it has failed.
 const STDOUT: &str = "stdout.txt";
@@ -68,6 +74,12 @@ struct Ended {
     message: Option<String>,
     /// The command of a process that it left running, of a `command`.
     left: Option<String>,
+}
+
+/// Notes the time of a finished run of a cell.
+fn longest(walls: &mut BTreeMap<usize, f64>, cell: usize, wall_s: f64) {
+    let most = walls.entry(cell).or_default();
+    *most = most.max(wall_s);
 }
 
 impl Experiment<'_> {
@@ -170,13 +182,17 @@ impl Experiment<'_> {
     /// cell, or of the experiment.
     pub(super) fn is_late(&self, run: &Run) -> bool {
         let Some(deadline) = self.deadline else { return false };
-        let took = |cell: Option<usize>| {
-            let runs = self.planned.runs.iter().filter(|run| cell.is_none_or(|cell| run.cell == cell));
-            let walls =
-                runs.filter_map(|run| read_json(&self.planned.run_folder(run).join(RUN)).ok()?["wall_s"].as_f64());
-            walls.reduce(f64::max)
-        };
-        let took = took(Some(run.cell)).or_else(|| took(None)).unwrap_or(0.0);
+        let mut walls = self.walls.lock().unwrap_or_else(PoisonError::into_inner);
+        let walls = walls.get_or_insert_with(|| {
+            let mut walls = BTreeMap::new();
+            for run in &self.planned.runs {
+                let wall =
+                    read_json(&self.planned.run_folder(run).join(RUN)).ok().and_then(|run| run["wall_s"].as_f64());
+                wall.into_iter().for_each(|wall| longest(&mut walls, run.cell, wall));
+            }
+            walls
+        });
+        let took = walls.get(&run.cell).copied().or_else(|| walls.values().copied().reduce(f64::max)).unwrap_or(0.0);
         deadline.saturating_duration_since(Instant::now()).as_secs_f64() <= took
     }
 
@@ -207,7 +223,7 @@ impl Experiment<'_> {
         // complete.
         let directory =
             self.shard.map_or_else(|| ".part".to_owned(), |shard| format!(".{}-of-{}.part", shard.number, shard.of));
-        let part = self.planned.folder.join("start").join(directory);
+        let part = self.planned.folder.join(START).join(directory);
         remove(&part)?;
         let fresh = part.join(name);
         let folder = fresh.parent().unwrap_or(&part);
@@ -281,6 +297,9 @@ impl Experiment<'_> {
             std::fs::rename(&folder, &old).with_context(|| format!("cannot make {}", folder.display()))?;
         }
         std::fs::rename(part, &folder).with_context(|| format!("cannot make {}", folder.display()))?;
+        if let Some(walls) = self.walls.lock().unwrap_or_else(PoisonError::into_inner).as_mut() {
+            longest(walls, run.cell, record.wall_s);
+        }
         remove(&old)
     }
 
@@ -319,7 +338,12 @@ impl Experiment<'_> {
         let reason =
             limit_s.filter(|_| late.is_some()).map(|limit| format!("it was ended after {limit} s, its timeout_s"));
         let printed = || is_text.then(|| last_message(&part.join(STDOUT))).flatten();
-        let message = reason.or_else(|| process.failure()).or_else(|| last_message(&err)).or_else(printed);
+        // What a signal ended did not say why.
+        let last = last_message(&err).or_else(printed).map(|last| match status.code() {
+            Some(_) => last,
+            None => format!("it ended with {status}; its last line: {last}"),
+        });
+        let message = reason.or_else(|| process.failure()).or(last);
         if !is_text {
             // If removing fails, the only effect is a leftover file.
             let _ = std::fs::remove_file(&err);

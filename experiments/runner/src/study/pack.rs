@@ -6,12 +6,13 @@
 
 use super::figures::read_text;
 use super::lock::at_work;
-use super::record::{EXPERIMENT, RUN, RUNS, experiments_in, is_plain, read_json};
+use super::record::{EXPERIMENT, RUN, RUNS, experiments_in, is_plain, read_json, status_of};
 use crate::repository::{self, ARCHIVE};
 use crate::table::table;
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
 use liblzma::write::XzEncoder;
+use serde::de::IgnoredAny;
 use serde_json::Value;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -141,12 +142,18 @@ impl<'a> Packing<'a> {
         let name = experiment["name"].as_str().filter(|name| is_plain(name)).map(str::to_owned);
         let name = name.with_context(|| format!("{} has no name, so no experiment wrote it", path.display()))?;
         let plan = experiment["runs"].as_array().with_context(|| format!("{} has no runs", path.display()))?;
+        if plan.is_empty() {
+            bail!("{} plans no runs, so it is not whole", path.display());
+        }
+        let sha256 = experiment["spec_sha256"].as_str().unwrap_or_default();
         let (mut done, mut files) = (0, Vec::new());
         for run in plan {
             let id = run["id"].as_str().filter(|id| is_plain(id));
             let id = id.with_context(|| format!("{}: a run has no id that names a directory", path.display()))?;
             let run_folder = folder.join(RUNS).join(id);
             if run_folder.exists() {
+                // It reports what is damaged or of another version of the spec.
+                status_of(&run_folder, sha256)?;
                 done += usize::from(self.run(&run_folder, &format!("{RUNS}/{id}"), &mut files)?);
             }
         }
@@ -190,6 +197,12 @@ impl<'a> Packing<'a> {
             let fails = || format!("{}: {name} cannot be packed; --leave-out {name} goes without", own.display());
             let limit = if name.ends_with(".json") { DOCUMENT } else { TABLE };
             let mut text = read_text(own, &name, limit).with_context(fails)?;
+            check_whole(&name, &text).with_context(|| {
+                format!(
+                    "{} is cut; remove the directory of that run, and run the experiment again",
+                    own.join(&name).display()
+                )
+            })?;
             for (left, part) in left().filter_map(|left| Some((left, left.part.as_ref()?))) {
                 if let Some(rest) = without(&name, part, &text).with_context(fails)? {
                     self.found.insert(left);
@@ -226,6 +239,18 @@ fn check_files(own: &Path, listed: &BTreeSet<String>) -> Result<()> {
     }
     if let Some(lost) = listed.difference(&there).next() {
         bail!("{}: {RUN} names {lost}, which is not there", own.display());
+    }
+    Ok(())
+}
+
+/// Checks that a file's text has an end: a value in JSON, and in tables rows of one length.
+fn check_whole(name: &str, text: &str) -> Result<()> {
+    if name.ends_with(".json") {
+        serde_json::from_str::<IgnoredAny>(text)?;
+    } else if name.ends_with(".csv") {
+        let mut rows = csv::ReaderBuilder::new().has_headers(false).from_reader(text.as_bytes());
+        let count = rows.byte_records().try_fold(0_usize, |count, row| row.map(|_| count + 1))?;
+        anyhow::ensure!(count > 0 && text.ends_with('\n'), "its last line has no end");
     }
     Ok(())
 }

@@ -95,8 +95,11 @@ impl Inputs {
         if let Some(folder) = data_dir.as_ref().filter(|folder| !folder.is_dir()) {
             bail!("{} is not a directory; --data-dir takes that of MNIST's four files", folder.display());
         }
-        let data_dir = data_dir.or_else(|| std::env::var_os("MNIST_DIR").map(PathBuf::from));
-        let histories = histories.map(Path::to_owned).or_else(|| repository::find("histories"));
+        // An empty variable is as good as none.
+        let data_dir =
+            data_dir.or_else(|| std::env::var_os("MNIST_DIR").filter(|folder| !folder.is_empty()).map(PathBuf::from));
+        let histories = histories.filter(|folder| !folder.as_os_str().is_empty()).map(Path::to_owned);
+        let histories = histories.or_else(|| repository::find("histories"));
         Ok(Self {
             histories: absolute(&histories.unwrap_or_else(|| Path::new("experiments").join("histories")))?,
             data_dir: data_dir.as_deref().map(absolute).transpose()?,

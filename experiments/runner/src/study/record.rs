@@ -234,7 +234,8 @@ pub(crate) fn status_of(folder: &Path, sha256: &str) -> Result<Option<RunStatus>
     let value = match read_json(&path) {
         _ if !folder.exists() => return Ok(None),
         // A directory that another runner is replacing is complete a moment later.
-        Err(_) => read_json(&path)?,
+        Err(_) => read_json(&path)
+            .with_context(|| format!("{} is damaged; remove it, and the run is made again", folder.display()))?,
         Ok(value) => value,
     };
     if value["spec_sha256"].as_str() != Some(sha256) {
@@ -259,6 +260,15 @@ pub(crate) fn remove(folder: &Path) -> Result<()> {
             Err(error) => return Err(error).with_context(|| format!("cannot remove {}", folder.display())),
         }
     }
+}
+
+/// Removes a file if it exists.
+pub(crate) fn remove_file(path: &Path) -> Result<()> {
+    match std::fs::remove_file(path) {
+        Err(error) if error.kind() != ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    }
+    .with_context(|| format!("cannot remove {}", path.display()))
 }
 
 /// Compresses a large text file; returns its name after that.

@@ -1,7 +1,7 @@
 //! `experiments run`: makes the runs of specs, and resumes where it stopped.
 
 use super::compared;
-use super::execute::{Experiment, Interrupted};
+use super::execute::{Experiment, Interrupted, Walls};
 #[cfg(unix)]
 use super::forks::Forks;
 use super::lock::{Lock, lock};
@@ -48,10 +48,10 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "SECONDS")]
     budget: Option<u64>,
     /// Print the runs and their commands, and do nothing
-    #[arg(long)]
+    #[arg(long, conflicts_with = "json")]
     dry_run: bool,
     /// Remove these experiments' files from the directory, and start again
-    #[arg(long)]
+    #[arg(long, conflicts_with = "shard")]
     again: bool,
     /// Directory of recordings [default: experiments/histories]
     #[arg(long, value_name = "DIR", env = "HISTORIES")]
@@ -92,6 +92,10 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
     // Check all specs before the first run: an error in the last should not appear after an hour.
     let planned = sources.into_iter().map(|source| prepare(source, &device, &inputs, &out, args.again));
     let planned = planned.collect::<Result<Vec<Planned>>>()?;
+    let mut folders = BTreeSet::new();
+    if let Some(twice) = planned.iter().find(|planned| !folders.insert(planned.folder.as_path())) {
+        bail!("the name {} is of two specs; name one of them, or rename one", twice.source.spec.name);
+    }
     if let Some(turns) = planned.iter().find(|planned| args.shard.is_some() && planned.source.spec.turns.is_some()) {
         bail!("--shard: the runs of {} take turns; leave it out", turns.source.spec.name);
     }
@@ -109,7 +113,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
         // Report this once, instead of in every run.
         CudaDriver::probe().context("--device cuda")?;
     }
-    let _locks = lock_all(&planned, if args.again { None } else { args.shard })?;
+    let _locks = lock_all(&planned, args.shard)?;
     // Complete runs are kept, from the first on.
     signals::record_begins();
     let signals = Signals::listen().context("cannot listen for signals")?;
@@ -130,6 +134,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
             shard: args.shard,
             jobs: usize::from(args.jobs),
             deadline: args.budget.and_then(|budget| began.checked_add(Duration::from_secs(budget))),
+            walls: Walls::default(),
             signals: &signals,
             #[cfg(unix)]
             forks: Forks::default(),
@@ -179,10 +184,8 @@ fn interrupted(error: anyhow::Error, planned: &Planned, signals: &Signals) -> an
 
 /// Takes the locks of all experiments before the first run.
 fn lock_all(planned: &[Planned], shard: Option<Shard>) -> Result<Vec<Lock>> {
-    // A spec that is named twice counts once.
-    let folders: BTreeSet<&Path> = planned.iter().map(|planned| planned.folder.as_path()).collect();
     let mut locks = Vec::new();
-    for folder in folders {
+    for folder in planned.iter().map(|planned| planned.folder.as_path()) {
         match lock(folder, shard)? {
             Some(lock) => locks.push(lock),
             None => say(&format!(

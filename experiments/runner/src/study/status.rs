@@ -3,6 +3,7 @@
 use super::lock::{self, Holder};
 use super::record::{EXPERIMENT, RUN, RUNS, RunStatus, experiments_in, is_plain, part_of, read_json, status_of};
 use super::report::{drawing, tally};
+use super::spec;
 use anyhow::{Context, Result};
 use clap::Args;
 use serde::Serialize;
@@ -29,6 +30,8 @@ enum State {
     Running,
     Failed,
     Skipped,
+    /// Its record cannot be read.
+    Damaged,
     Left,
 }
 
@@ -36,7 +39,7 @@ enum State {
 struct Run {
     id: String,
     state: State,
-    /// The reason for failing or skipping.
+    /// The reason for failing or skipping, or what is damaged.
     #[serde(skip_serializing_if = "Option::is_none")]
     error: Option<String>,
     /// Whether a killed runner left it unfinished.
@@ -51,6 +54,7 @@ struct Counts {
     running: usize,
     failed: usize,
     skipped: usize,
+    damaged: usize,
     /// Remaining runs.
     left: usize,
 }
@@ -65,6 +69,7 @@ impl Counts {
             running: of(State::Running),
             failed: of(State::Failed),
             skipped: of(State::Skipped),
+            damaged: of(State::Damaged),
             left: of(State::Left),
         }
     }
@@ -153,16 +158,17 @@ fn of(folder: &Path) -> Result<Status> {
         let id = id.with_context(|| format!("{}: the run {index} has no id that names a directory", path.display()))?;
         let runs_folder = folder.join(RUNS);
         let (directory, begun) = (runs_folder.join(id), part_of(&runs_folder, id).exists());
-        let state = match status_of(&directory, &sha256)? {
-            Some(RunStatus::Done) => State::Done,
-            _ if begun && is_held(index) => State::Running,
-            Some(RunStatus::Failed) => State::Failed,
-            Some(RunStatus::Skipped) => State::Skipped,
-            None => State::Left,
+        let (state, damage) = match status_of(&directory, &sha256) {
+            Ok(Some(RunStatus::Done)) => (State::Done, None),
+            _ if begun && is_held(index) => (State::Running, None),
+            Ok(Some(RunStatus::Failed)) => (State::Failed, None),
+            Ok(Some(RunStatus::Skipped)) => (State::Skipped, None),
+            Ok(None) => (State::Left, None),
+            Err(error) => (State::Damaged, Some(format!("{error:#}"))),
         };
         let of_run =
             if state == State::Left { Value::Null } else { read_json(&directory.join(RUN)).unwrap_or_default() };
-        let error = of_run["error"].as_str().filter(|_| state != State::Running).map(str::to_owned);
+        let error = of_run["error"].as_str().filter(|_| state != State::Running).map(str::to_owned).or(damage);
         // Where no lock names a shard, the records do.
         let shard = of_run["shard"].as_str().and_then(|shard| shard.parse::<Shard>().ok());
         shards.extend(shard.filter(|_| locks.is_empty()));
@@ -174,8 +180,10 @@ fn of(folder: &Path) -> Result<Status> {
         });
     }
     let runners = runners(locks, &shards, &runs);
-    // Without the program's own name.
-    let command = record["command"].as_array().into_iter().flatten().skip(1).filter_map(Value::as_str).map(quoted);
+    // Without the program's own name. The record has no directories, so that of another spec is not known.
+    let is_known = spec::find(&experiment, None).is_ok();
+    let word = |word: &str| if word == experiment && !is_known { format!("path/to/{word}.toml") } else { quoted(word) };
+    let command = record["command"].as_array().into_iter().flatten().skip(1).filter_map(Value::as_str).map(word);
     let out = folder.parent().filter(|out| !out.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let command = command.chain(["-o".to_owned(), quoted(&out.to_string_lossy())]).collect::<Vec<String>>().join(" ");
     let (counts, locks) = (Counts::of(runs.iter()), at_work.is_some());
@@ -265,6 +273,9 @@ impl Status {
         if failed.len() > NAMED {
             out.push(format!("failed: {} more of {}", failed.len() - NAMED, self.experiment));
         }
+        for run in self.runs.iter().filter(|run| run.state == State::Damaged) {
+            out.push(format!("damaged: {}", run.error.as_deref().unwrap_or(&run.id)));
+        }
         for run in self.runs.iter().filter(|run| run.stale) {
             out.push(format!("stale: {}/{} was begun by a runner that is gone", self.experiment, run.id));
         }
@@ -295,10 +306,16 @@ impl Status {
 
 /// One sentence about all experiments, and the next command.
 fn close(page: &mut Page, found: &[Status]) {
-    let Counts { planned, done, running, failed, skipped, left } =
+    let Counts { planned, done, running, failed, skipped, damaged, left } =
         Counts::of(found.iter().flat_map(|status| &status.runs));
     let text = format!("{done} of {planned} runs are done")
-        + &tally([(running, "running"), (failed, "failed"), (skipped, "skipped"), (left, "left")]);
+        + &tally([
+            (running, "running"),
+            (failed, "failed"),
+            (skipped, "skipped"),
+            (damaged, "damaged"),
+            (left, "left"),
+        ]);
     let go_on = || Some(terminal::command("experiments", &found.iter().find_map(Status::next)?));
     let draw = || found.first().filter(|_| done == planned).map(|status| drawing(&status.folder));
     match go_on().or_else(draw) {

@@ -4,7 +4,8 @@ use super::execute::Experiment;
 use super::lock;
 use super::plan::{Run, share};
 use super::record::{
-    EXPERIMENT, ExperimentRecord, Planned, RUNS, RunStatus, SCHEMA_VERSION, provenance, read_json, remove, write_json,
+    EXPERIMENT, ExperimentRecord, Planned, RUNS, RunStatus, SCHEMA_VERSION, provenance, read_json, remove, remove_file,
+    write_json,
 };
 use super::report::{self, Cell};
 use super::spec::{Program, Spec, Turns};
@@ -18,6 +19,9 @@ use std::sync::{Mutex, PoisonError};
 use terminal::{Bar, say};
 use trainer::provenance::now;
 use vramlab::{DeviceKind, DeviceName};
+
+/// Directory of the files with the trainer's weights and batches.
+pub(super) const START: &str = "start";
 
 /// Failed runs with their errors.
 pub(super) type Failures = Vec<(String, String)>;
@@ -82,11 +86,14 @@ pub(super) fn work(experiment: &Experiment<'_>, again: bool) -> Result<WorkRepor
     let spec = &planned.source.spec;
     // Shards may start simultaneously.
     lock::alone(&planned.folder, || {
-        if again {
-            remove(&planned.folder)?;
-        }
-        check_folder(planned, device)?;
         let folder = &planned.folder;
+        if again {
+            // Other files in it are somebody's. The plan goes last: without it the rest would not be an experiment.
+            [RUNS, START, commands::BUILT].iter().try_for_each(|name| remove(&folder.join(name)))?;
+            remove_file(&folder.join(EXPERIMENT))?;
+        } else {
+            check_folder(planned, device)?;
+        }
         std::fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
         write_experiment(planned, device)
     })?;
@@ -125,10 +132,16 @@ pub(super) fn work(experiment: &Experiment<'_>, again: bool) -> Result<WorkRepor
     failures.extend(failed?);
     if planned.runs.iter().all(|run| state(run) == Some(RunStatus::Done)) {
         // They are large, and can be made again from their seeds.
-        remove(&planned.folder.join("start"))?;
+        remove(&planned.folder.join(START))?;
         remove(&planned.folder.join(commands::BUILT))?;
     }
-    Ok(WorkReport { cells: report::cells(planned, state)?, failures, late: late.into_inner() })
+    // A damaged file of one run takes nothing from other experiments.
+    let cells = report::cells(planned, state).unwrap_or_else(|error| {
+        let text = format!("{error:#}; remove the directory of that run, which is then made again");
+        failures.push((spec.name.clone(), text));
+        Vec::new()
+    });
+    Ok(WorkReport { cells, failures, late: late.into_inner() })
 }
 
 /// Whether a run measures real time, which parallel runs would change.
@@ -341,12 +354,12 @@ fn make_starts(spec: &Spec, experiment: &Experiment<'_>, left: &mut Vec<&Run>, f
     Ok(())
 }
 
-/// Runs each cell with remaining runs, as often as the spec requires, and keeps nothing.
+/// Runs each cell with remaining runs, as often as the spec requires and the deadline allows, and keeps nothing.
 fn warm_up(spec: &Spec, experiment: &Experiment<'_>, left: &[&Run], kind: DeviceKind) -> Result<()> {
     let times = spec.warm_up_on(kind);
     for _ in 0..times {
         let mut cells = BTreeSet::new();
-        for run in left.iter().filter(|run| cells.insert(run.cell)) {
+        for run in left.iter().filter(|run| cells.insert(run.cell) && !experiment.is_late(run)) {
             let start = start_of(spec, run).map(|(name, _)| name);
             experiment.warm_up(run, start.as_deref())?;
         }
