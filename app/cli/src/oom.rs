@@ -2,6 +2,7 @@
 
 mod advice;
 mod host;
+mod lines;
 mod text;
 mod verdict;
 
@@ -85,6 +86,7 @@ fn input(argument: Option<&str>) -> Result<String> {
             }
             stdin.lock().take(MOST_BYTES).read_to_end(&mut bytes).context("cannot read standard input")?;
         }
+        Some("") => bail!("the argument is empty; give an error text in quotes, or a file"),
         Some(argument) if !Path::new(argument).exists() && argument.contains(char::is_whitespace) => {
             bytes.extend_from_slice(argument.as_bytes());
         }
@@ -93,7 +95,7 @@ fn input(argument: Option<&str>) -> Result<String> {
             file.take(MOST_BYTES).read_to_end(&mut bytes).with_context(|| path.to_owned())?;
         }
     }
-    Ok(String::from_utf8_lossy(&bytes).into_owned())
+    Ok(lines::decoded(&bytes))
 }
 
 /// Whether a file that is no recording contains an error text, so that a command can lead here.
@@ -102,5 +104,5 @@ pub(crate) fn is_message(path: &Path) -> bool {
     if !metadata.is_file() || metadata.len() > HINT_BYTES {
         return false;
     }
-    std::fs::read(path).is_ok_and(|bytes| text::read(&String::from_utf8_lossy(&bytes)).is_some())
+    std::fs::read(path).is_ok_and(|bytes| text::read(&lines::decoded(&bytes)).is_some())
 }

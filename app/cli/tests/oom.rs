@@ -64,7 +64,7 @@ fn pytorch_until_2_0() {
     );
     near(&found, "requested_bytes", 2.87 * GIB);
     near(&found, "free_bytes", 19.75 * MIB);
-    assert_eq!(found["setting"], "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True");
+    assert_eq!(found["setting"], Value::Null, "these releases do not have the setting");
     // 2KangHo/vdsr_pytorch#2
     check(
         &old(
@@ -241,6 +241,31 @@ fn pytorch_from_2_1() {
 }
 
 #[test]
+fn messages_that_name_no_sizes_of_the_device() {
+    let text = "ResourceExhaustedError: OOM when allocating tensor with shape[256,1024,1024] and type float on \
+                /job:localhost/replica:0/task:0/device:GPU:1 by allocator GPU_1_bfc [Op:Mul]";
+    let found = check(text, "tensorflow", &["undecided"]);
+    near(&found, "requested_bytes", GIB);
+    assert_eq!(found["gpu"], 1);
+    for text in [
+        "XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory allocating 4294967296 bytes.",
+        "RuntimeError: Resource exhausted: Out of memory allocating 4294967296 bytes.",
+        "RESOURCE_EXHAUSTED: Failed to allocate request for 4.00GiB (4294967296B) on device ordinal 0",
+    ] {
+        near(&check(text, "xla", &["undecided"]), "requested_bytes", 4.0 * GIB);
+    }
+    let text = "[ONNXRuntimeError] : 6 : onnxruntime::BFCArena::AllocateRawInternal(size_t, bool) Failed to allocate memory for \
+                requested buffer of size 1073741824";
+    near(&check(text, "onnx-runtime", &["undecided"]), "requested_bytes", GIB);
+    let found = check("std::bad_alloc: out_of_memory: Maximum pool size exceeded", "rmm", &["undecided"]);
+    assert!(found["lines"].to_string().contains("Cause: the pool has its maximum size"), "{found:#}");
+    let text = "Allocation on device 0 would exceed allowed memory. (out of memory)\nCurrently allocated     : 10.00 GiB\n\
+                Requested               : 2.00 GiB\nDevice limit            : 15.90 GiB\nFree (according to CUDA): 25.00 MiB";
+    let found = check(text, "pytorch-malloc-async", &["undecided"]);
+    assert!(!found["lines"].to_string().contains("how much was free"), "{found:#}");
+}
+
+#[test]
 fn pytorch_elsewhere() {
     // A batch of ComfyUI over cudaMallocAsync
     let text = "torch.OutOfMemoryError: Allocation on device 0 would exceed allowed memory. (out of memory)\nCurrently allocated     : 9.43 GiB\nRequested               : 640.00 MiB\nDevice limit            : 11.59 GiB\nFree (according to CUDA): 7.12 MiB\nPyTorch limit (set by user-supplied memory fraction)\n                        : 17179869184.00 GiB";
@@ -336,6 +361,71 @@ fn other_libraries() {
     let found = check(table, "nvidia-smi", &["undecided", "other-processes"]);
     near(&found, "free_bytes", 4096.0 * MIB);
     assert_eq!(found["other_processes"].as_array().unwrap().len(), 2);
+}
+
+/// A log's prefix stands before each line that a terminal broke.
+#[test]
+fn prefixes_and_borders_of_lines_are_left_out() {
+    let words = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00\nGiB. GPU 0 has a total capacity of 23.69 GiB of which\n\
+                 1.06 GiB is free. Of the allocated memory 18.50\nGiB is allocated by PyTorch, and 3.70 GiB is reserved by PyTorch but\nunallocated.";
+    let frames = [
+        ("", ""),
+        ("[rank2]: ", ""),
+        ("> ", ""),
+        ("| ", "   |"),
+        ("│ ", "   │"),
+        ("trainer-0  | ", ""),
+        ("(train_fn pid=1234, ip=10.0.0.1) ", ""),
+        ("2026-01-02T03:04:05.678901234Z stderr F ", ""),
+        ("2026-01-02 03:04:05,678 ERROR worker.py:77 | ", "\r"),
+    ];
+    for (before, behind) in frames {
+        let text: Vec<String> = words.lines().map(|line| format!("{before}{line}{behind}")).collect();
+        let found = check(&text.join("\n"), "pytorch", &["fragmentation"]);
+        near(&found, "requested_bytes", 2.0 * GIB);
+        near(&found, "total_bytes", (23.69 * GIB).round());
+        near(&found, "unallocated_bytes", (3.7 * GIB).round());
+    }
+    // Two ranks that fail alike have a common beginning, which is the message.
+    let line = words.replace('\n', " ");
+    let found = check(&format!("{line}\n{line}"), "pytorch", &["fragmentation"]);
+    assert_eq!(found["failures"], 2);
+}
+
+#[test]
+fn numbers_are_read_as_they_were_meant() {
+    let rest = "Including non-PyTorch memory, this process has 17179869184.00 GiB memory in use. Of the allocated memory 6.80 GiB is \
+                allocated by PyTorch, and 100.00 MiB is reserved by PyTorch but unallocated.";
+    let found = check(&modern("2.00 GiB", "8.00 GiB", "0 bytes", rest), "pytorch", &["too-little", "unseen"]);
+    assert!(found.get("process_bytes").is_none_or(Value::is_null), "2^64 bytes are not known: {found:#}");
+    let found = answer(&modern("2,00 GiB", "23,69 GiB", "1,06 GiB", ""));
+    near(&found, "requested_bytes", 2.0 * GIB);
+    near(&found, "total_bytes", (23.69 * GIB).round());
+    near(&answer("tried to allocate 1,073,741,824 bytes. DefaultCPUAllocator"), "failures", 1.0);
+    let units: Vec<u8> =
+        "CUDA out of memory. Tried to allocate 2.00 GiB".encode_utf16().flat_map(u16::to_le_bytes).collect();
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("oom.txt");
+    std::fs::write(&file, [&[0xff, 0xfe][..], &units].concat()).unwrap();
+    let output = vramlab(&["oom", file.to_str().unwrap()], None);
+    assert!(String::from_utf8_lossy(&output.stdout).contains("2 GiB requested"), "{output:?}");
+}
+
+/// PyTorch before 2.1 does not start with the setting.
+#[test]
+fn a_setting_is_advised_only_where_it_exists() {
+    let text = |last: &str| {
+        format!(
+            "CUDA out of memory. Tried to allocate 1.50 GiB (GPU 0; 23.69 GiB total capacity; 15.31 GiB already allocated; 1.02 GiB free; {last}"
+        )
+    };
+    for (last, releases) in
+        [("21.50 GiB reserved in total by PyTorch)", "1.4 to 2.0"), ("3.50 GiB cached)", "1.0 to 1.3")]
+    {
+        let found = answer(&text(last));
+        assert_eq!(found["setting"], Value::Null, "{found:#}");
+        assert!(found["lines"].to_string().contains(&format!("this text is of {releases}")), "{found:#}");
+    }
 }
 
 #[test]

@@ -29,7 +29,7 @@ impl Advice {
         }
         let (remedy, setting) = match super::host::remedy(source, facts) {
             Some(remedy) => (remedy.to_owned(), None),
-            None => remedy(source, findings),
+            None => remedy(source, facts, findings),
         };
         lines.push(remedy);
         Self { lines, setting: setting.map(str::to_owned), next: next(source, findings) }
@@ -52,6 +52,7 @@ fn message(source: Reporter, facts: &Facts) -> String {
         Reporter::Rmm => "RMM",
         Reporter::Cupy => "CuPy's pool",
         Reporter::Ggml => "ggml (llama.cpp)",
+        Reporter::OnnxRuntime => "ONNX Runtime",
         Reporter::Nccl => "NCCL",
         Reporter::CudaLibrary => "A CUDA library",
         Reporter::NvidiaSmi => "nvidia-smi",
@@ -165,6 +166,11 @@ fn undecided(source: Reporter, facts: &Facts) -> String {
         Reporter::NvidiaSmi => "The table shows who holds memory, not why a request failed.",
         Reporter::Ggml => "Cause: one buffer does not fit. The text does not say how much is free.",
         Reporter::Xla => "The text does not say how much memory the GPU has, or who holds it.",
+        Reporter::Rmm if facts.is_pool_full => "Cause: the pool has its maximum size, which the text does not tell.",
+        _ if facts.free_bytes.is_some() && facts.requested_bytes.is_some() => {
+            "The text does not say how much of what is reserved is unallocated, so the cause is open."
+        }
+        _ if facts.free_bytes.is_some() => "The text does not say what was requested, so the cause is open.",
         _ => "The text does not say how much was free, or who holds the memory.",
     }
     .to_owned()
@@ -204,10 +210,19 @@ fn holder(facts: &Facts, finding: Finding) -> Option<String> {
 }
 
 /// A change, and a setting for it.
-fn remedy(source: Reporter, findings: &[Finding]) -> (String, Option<&'static str>) {
+fn remedy(source: Reporter, facts: &Facts, findings: &[Finding]) -> (String, Option<&'static str>) {
     let cause = findings.iter().find(|finding| finding.is_cause()).copied().unwrap_or(Finding::Undecided);
     let others = findings.iter().any(is_elsewhere);
     match (source, cause) {
+        (Reporter::Pytorch, Finding::Fragmentation(_) | Finding::FragmentationInTwoPlaces(_))
+            if let Some(releases) = facts.releases =>
+        {
+            let text = format!(
+                "Update PyTorch: this text is of {releases}, and {EXPANDABLE}, which may serve the request, needs 2.1. Before 2.1 \
+                 PyTorch does not start with that setting."
+            );
+            (text, None)
+        }
         (Reporter::Pytorch, Finding::Fragmentation(_) | Finding::FragmentationInTwoPlaces(_)) => (
             format!("Try: {EXPANDABLE} (before Python starts; not on Windows, not under cudaMallocAsync)."),
             Some(EXPANDABLE),
@@ -235,7 +250,8 @@ fn remedy(source: Reporter, findings: &[Finding]) -> (String, Option<&'static st
         (Reporter::VllmStart, _) => ("Lower --gpu-memory-utilization to what is free, or end the processes that hold the rest.".into(), None),
         (Reporter::VllmCache, _) => ("Lower --max-model-len, raise --gpu-memory-utilization, or use more GPUs.".into(), None),
         (Reporter::Ggml, _) => ("Put fewer layers on the GPU (-ngl), use a shorter context (-c), or a smaller quantization.".into(), None),
-        (Reporter::Rmm | Reporter::Cupy, Finding::Limit(_)) => ("Raise the pool's maximum size.".into(), None),
+        (Reporter::Rmm, _) if facts.is_pool_full => ("Raise the pool's maximum size.".into(), None),
+        (Reporter::Cupy, Finding::Limit(_)) => ("Raise the pool's maximum size.".into(), None),
         (Reporter::Nccl, _) => (
             "Leave memory for NCCL: a smaller batch, or torch.cuda.set_per_process_memory_fraction(0.9) in each rank.".into(),
             None,
@@ -298,6 +314,8 @@ fn next(source: Reporter, findings: &[Finding]) -> String {
         _ if elsewhere && source != Reporter::NvidiaSmi => "nvidia-smi".into(),
         _ if pytorch => command("vramlab", "run -- python YOUR_PROGRAM.py"),
         Reporter::PytorchCpu => "free -h".into(),
+        // A Mac's.
+        Reporter::PytorchMps => "top -o mem".into(),
         _ => "nvidia-smi".into(),
     }
 }

@@ -1,5 +1,6 @@
 //! The numbers in an error text, and which library wrote it.
 
+use super::lines::{joined, plain, unframed, window};
 use serde::Serialize;
 
 /// The library whose message it is.
@@ -32,6 +33,8 @@ pub(crate) enum Reporter {
     Cupy,
     /// ggml: llama.cpp and whisper.cpp.
     Ggml,
+    /// ONNX Runtime.
+    OnnxRuntime,
     /// NCCL.
     Nccl,
     /// cuBLAS or cuDNN.
@@ -81,6 +84,12 @@ pub(crate) struct Facts {
     pub(crate) others_bytes: Option<u64>,
     /// Failed requests in the text.
     pub(crate) failures: u64,
+    /// PyTorch's releases that write so, where they are older than expandable segments.
+    #[serde(skip)]
+    pub(crate) releases: Option<&'static str>,
+    /// Whether the text says that a pool has its maximum size.
+    #[serde(skip)]
+    pub(crate) is_pool_full: bool,
 }
 
 impl Facts {
@@ -107,6 +116,7 @@ pub(crate) fn read(text: &str) -> Option<(Reporter, Facts)> {
         .or_else(|| summary(text))
         .or_else(|| tensorflow(text))
         .or_else(|| xla(text))
+        .or_else(|| onnx_runtime(text))
         .or_else(|| cupy(text))
         .or_else(|| rmm(text))
         .or_else(|| ggml(text))
@@ -115,27 +125,9 @@ pub(crate) fn read(text: &str) -> Option<(Reporter, Facts)> {
     found.or_else(|| super::host::pinned(text)).or_else(|| disguised(text))
 }
 
-/// Without colours, borders and the breaks that a terminal put into a line.
-fn plain(text: &str) -> String {
-    let mut out = String::with_capacity(text.len());
-    let mut characters = text.chars().peekable();
-    while let Some(character) = characters.next() {
-        match character {
-            '\u{1b}' => {
-                if characters.next_if_eq(&'[').is_some() {
-                    while characters.next().is_some_and(|character| !character.is_ascii_alphabetic()) {}
-                }
-            }
-            '\r' | '\u{a0}' | '\t' => out.push(' '),
-            character => out.push(character),
-        }
-    }
-    out
-}
-
 /// PyTorch's message from 1.0 on.
 fn pytorch(text: &str) -> Option<(Reporter, Facts)> {
-    let text = &joined(text);
+    let text = &joined(&unframed(text));
     let all = text.matches("Tried to allocate ").count() as u64;
     let message = &text[text.rfind("Tried to allocate ")?..];
     let mut facts =
@@ -153,6 +145,7 @@ fn pytorch(text: &str) -> Option<(Reporter, Facts)> {
             (Some(reserved), Some(allocated)) => Some(reserved.saturating_sub(allocated)),
             _ => cached,
         };
+        facts.releases = Some(if reserved.is_some() { "1.4 to 2.0" } else { "1.0 to 1.3" });
         return Some((Reporter::Pytorch, facts));
     }
     facts.total_bytes = ["total capacity of ", "total capacty of "].iter().find_map(|front| size_after(message, front));
@@ -187,8 +180,7 @@ fn malloc_async(text: &str) -> Option<(Reporter, Facts)> {
         total_bytes: value("Device limit"),
         free_bytes: value("Free (according to CUDA)"),
         allocated_bytes: value("Currently allocated"),
-        // 2^64 bytes stand for no limit.
-        limit_bytes: limit.filter(|limit| *limit < 1 << 62),
+        limit_bytes: limit,
         ..Facts::default()
     };
     Some((Reporter::PytorchMallocAsync, facts))
@@ -257,6 +249,24 @@ fn vllm(text: &str) -> Option<(Reporter, Facts)> {
 }
 
 fn tensorflow(text: &str) -> Option<(Reporter, Facts)> {
+    if let Some((_, message)) = text.rsplit_once("OOM when allocating tensor with shape[") {
+        let (shape, rest) = message.split_once("] and type ")?;
+        let bytes_each = match rest.split([' ', ',', '\n']).next()? {
+            "double" | "int64" | "uint64" | "complex64" => 8,
+            "half" | "float16" | "bfloat16" | "int16" | "uint16" => 2,
+            "bool" | "int8" | "uint8" => 1,
+            "complex128" => 16,
+            _ => 4,
+        };
+        let sides = shape.split(',').map(|side| side.trim().parse::<u64>());
+        let requested =
+            sides.into_iter().try_fold(bytes_each, |bytes: u64, side| Some(bytes.saturating_mul(side.ok()?)));
+        let gpu = number_after(rest, "device:GPU:");
+        return Some((
+            Reporter::Tensorflow,
+            Facts { failures: 1, gpu, requested_bytes: requested, ..Facts::default() },
+        ));
+    }
     let at = text.rfind("ran out of memory trying to allocate ")?;
     let message = joined(window(text, at, 300));
     let value = |key: &str| {
@@ -278,11 +288,13 @@ fn tensorflow(text: &str) -> Option<(Reporter, Facts)> {
 }
 
 fn xla(text: &str) -> Option<(Reporter, Facts)> {
-    let at = text.rfind("Out of memory while trying to allocate ").or_else(|| text.rfind("RESOURCE_EXHAUSTED"))?;
-    let message = &text[at..];
+    let names = ["Out of memory while trying to allocate ", "RESOURCE_EXHAUSTED", "Resource exhausted: "];
+    let message = &text[names.iter().find_map(|name| text.rfind(name))?..];
+    let requested = ["while trying to allocate ", "Out of memory allocating ", "Failed to allocate request for "];
+    let line = joined(message);
     let facts = Facts {
         failures: text.matches("while trying to allocate").count().max(1) as u64,
-        requested_bytes: size_after(&joined(message), "while trying to allocate "),
+        requested_bytes: requested.iter().find_map(|front| size_after(&line, front)),
         // The total need of the compiled function.
         allocated_bytes: message.split_once("total allocation:").and_then(|(_, rest)| size(rest)),
         unallocated_bytes: message.split_once("total fragmentation:").and_then(|(_, rest)| size(rest)),
@@ -300,6 +312,7 @@ fn rmm(text: &str) -> Option<(Reporter, Facts)> {
         requested_bytes: size_after(&message, "failed to allocate "),
         limit_bytes: pool
             .and_then(|_| size_after(&message, "max=").or_else(|| size_after(&message, "maximum pool size "))),
+        is_pool_full: pool.is_some(),
         ..Facts::default()
     };
     Some((Reporter::Rmm, facts))
@@ -317,6 +330,12 @@ fn cupy(text: &str) -> Option<(Reporter, Facts)> {
         ..Facts::default()
     };
     Some((Reporter::Cupy, facts))
+}
+
+fn onnx_runtime(text: &str) -> Option<(Reporter, Facts)> {
+    let message = &text[text.rfind("onnxruntime").or_else(|| text.rfind("ONNXRuntime"))?..];
+    let requested = number_after(&joined(message), "requested buffer of size ")?;
+    Some((Reporter::OnnxRuntime, Facts { failures: 1, requested_bytes: Some(requested), ..Facts::default() }))
 }
 
 fn ggml(text: &str) -> Option<(Reporter, Facts)> {
@@ -394,27 +413,13 @@ fn disguised(text: &str) -> Option<(Reporter, Facts)> {
     cuda.iter().any(|word| has(word)).then_some((Reporter::Cuda, facts))
 }
 
-/// This many bytes of a text, or a few less where a character would be cut.
-fn window(text: &str, at: usize, bytes: usize) -> &str {
-    let mut end = (at + bytes).min(text.len());
-    while !text.is_char_boundary(end) {
-        end -= 1;
-    }
-    &text[at..end]
-}
-
-/// Lines as one, because terminals and logs break them.
-fn joined(text: &str) -> String {
-    text.split_whitespace().collect::<Vec<_>>().join(" ")
-}
-
 /// The size at the beginning of a text: `672.00 MiB`, `2.00GiB`, `0 bytes`, `1,073,741,824 bytes`.
 pub(super) fn size(text: &str) -> Option<u64> {
     let text = text.trim_start();
     let end = text
         .find(|character: char| !(character.is_ascii_digit() || matches!(character, '.' | ',')))
         .unwrap_or(text.len());
-    let value: f64 = text[..end].replace(',', "").parse().ok()?;
+    let value = decimal(&text[..end])?;
     let unit = text[end..].trim_start();
     let shift = match unit.chars().next() {
         Some('K' | 'k') => 10,
@@ -426,9 +431,20 @@ pub(super) fn size(text: &str) -> Option<u64> {
         Some('b' | 'B') => 0,
         _ => return None,
     };
-    // CAST: a size that was printed with at most five digits, or whole bytes of a device.
+    // CAST: a size that was printed with at most five digits, or whole bytes of a device. 2^64 stands for what the
+    // writer does not know, and for no limit.
     let bytes = value * (1_u64 << shift) as f64;
-    (bytes < 1.9e19).then_some(bytes.round() as u64)
+    (bytes < (1_u64 << 62) as f64).then_some(bytes.round() as u64)
+}
+
+/// A number with a point or a comma before its fraction, or with commas between thousands.
+fn decimal(digits: &str) -> Option<f64> {
+    match digits.split_once(',') {
+        Some((whole, fraction)) if fraction.len() != 3 && !fraction.contains([',', '.']) => {
+            format!("{whole}.{fraction}").parse().ok()
+        }
+        _ => digits.replace(',', "").parse().ok(),
+    }
 }
 
 fn size_after(text: &str, front: &str) -> Option<u64> {
