@@ -130,6 +130,28 @@ fn all_commands_refuse_the_same_edited_logs() {
 
 /// Two deferred frees. One completes before a block is freed, the other after a request of 18 MiB; with `idle` a segment is released
 /// in between.
+/// A flush of the cache shows a limit only where the recording has all segments.
+#[test]
+fn blocks_without_segments_show_no_limit() {
+    const MIB: u64 = 1 << 20;
+    let mut events = Vec::new();
+    let mut event = |action: &str, at: u64, mib: u64, line: u64| {
+        let frames = json!([{"name": "main", "filename": "t.py", "line": line}]);
+        let (address, time) = (0x7f00_0000_0000 + at * MIB, 1000 + events.len());
+        events.push(json!({"action": action, "addr": address, "size": mib * MIB, "stream": 0, "time_us": time, "frames": frames}));
+    };
+    event("free_requested", 0, 100, 1);
+    event("free_completed", 0, 100, 1);
+    event("segment_free", 0, 100, 7);
+    event("segment_alloc", 1000, 200, 7);
+    event("alloc", 1000, 200, 7);
+    (0..5).for_each(|number| event("alloc", 3000 + 300 * number, 250, 8));
+    let test_dir = TestDir::new();
+    test_dir.write("late.json", json!({"segments": [], "device_traces": [events]}).to_string());
+    let advice = test_dir.run(&["advise", "late.json", "--exit-code"]).ok();
+    assert!(!advice.stdout.contains("memory limit"), "1.42 GiB were live: {advice:?}");
+}
+
 fn two_deferred_frees(idle: bool) -> Story {
     let mut story = Story::default();
     if idle {

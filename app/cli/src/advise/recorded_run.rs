@@ -64,9 +64,9 @@ impl RecordedRun {
     /// Compiles a recording. Where the compiled trace shows a limit, the events are compiled again under that.
     pub(super) fn new(limit: Option<u64>, recording: &Recording, builder: TraceBuilder) -> Result<Self> {
         let refused = recording.events.count(Action::Oom) > 0;
-        let retries = if refused { None } else { Retries::of(recording) };
         // A program that reserved more than the limit ran under another one, if any.
         let peaks = builder.peaks(&recording.summary);
+        let retries = if refused { None } else { Retries::of(recording) };
         let given = limit.filter(|limit| peaks.is_none_or(|peaks| peaks.reserved <= *limit));
         let infers = refused || retries.is_some() || recording.settings.garbage_collection_threshold > 0.0;
         let copy = if infers { builder.copy().ok() } else { None };
@@ -76,6 +76,8 @@ impl RecordedRun {
         let inferred = match (inferred_limit(&trace), bound) {
             (Some(limit), _) => Some((limit, LimitSource::OutOfMemory)),
             (None, LimitBound::Below(below)) => Some((below - 1, LimitSource::Collections)),
+            // More was live than the recording has of segments, so it does not show what was reserved.
+            (None, _) if retries.is_some_and(|retries| trace.history.max_live_bytes() > retries.least) => None,
             (None, _) => retries.map(|retries| (retries.least, LimitSource::Retries)),
         };
         // A given limit may be for another GPU: the program was recorded under a lower one.

@@ -250,7 +250,7 @@ fn holders(explanation: &Explanation, who: &Holders, args: &ExplainArgs, first: 
         }
     }
     // A tree without inner calls repeats the table.
-    let has_calls = who.tree.children.iter().any(|child| !child.children.is_empty());
+    let has_calls = who.tree.children.iter().any(|child| !child.children.is_empty() && is_large(child, who.tree.bytes));
     if has_calls && (who.tree.children.iter().any(|child| child.children.len() > 1) || who.tree.children.len() > 1) {
         page.gap();
         page.line("By call, outermost first:");
@@ -299,11 +299,16 @@ fn purposes(who: &Holders, page: &mut Page) {
     }
 }
 
+/// Whether a branch has a line.
+fn is_large(node: &Node, total: u64) -> bool {
+    // CAST: shares for display.
+    node.bytes as f64 >= LEAST * total as f64
+}
+
 /// The branches with the largest shares. A chain of calls with the same bytes is one line.
 fn tree(node: &Node, total: u64, depth: usize, left: &mut usize, page: &mut Page) {
     for mut child in &node.children {
-        // CAST: shares for display.
-        if *left == 0 || (child.bytes as f64) < LEAST * total as f64 {
+        if *left == 0 || !is_large(child, total) {
             return;
         }
         *left -= 1;
