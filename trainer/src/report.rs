@@ -183,7 +183,7 @@ fn latency(summary: &Summary, page: &mut Page) {
     page.title("Allocator latency by path");
     page.table(&table);
     if summary.clock == "virtual" {
-        page.note("-: not simulated; of an allocator only its driver calls take simulated time");
+        page.note("-: not available; the simulator times only an allocator's driver calls");
     }
 }
 
@@ -207,16 +207,16 @@ fn memory(summary: &Summary, page: &mut Page) {
     let ledger = &summary.fragmentation;
     let moment = match ledger.peak_reserved {
         None => "at the peak of reserved",
-        Some(_) => "at the highest reserved that was seen",
+        Some(_) => "at the highest observed reserved bytes",
     };
     let mut parts = Table::new([Column::left(moment), Column::right("bytes"), Column::right("")]);
     let rows = [
         ("requested", ledger.requested),
-        ("internal (rounding)", ledger.internal),
-        ("soft (free segments)", ledger.soft),
-        ("hard (free, segment in use)", ledger.hard),
-        ("stream (free, other stream)", ledger.stream),
-        ("pending (waits for events)", ledger.pending),
+        ("rounding", ledger.internal),
+        ("free (releasable)", ledger.soft),
+        ("partly used (free blocks)", ledger.hard),
+        ("other streams (free)", ledger.stream),
+        ("pending (deferred frees)", ledger.pending),
         ("reserved", ledger.reserved),
     ];
     let communication = summary.communication.as_ref();
@@ -233,10 +233,10 @@ fn memory(summary: &Summary, page: &mut Page) {
     if let Some(host) = &summary.host_memory {
         host_memory(host, page);
     }
-    page.title("Where reserved memory went");
+    page.title("Reserved memory");
     page.table(&parts);
     if ledger.attribution == Attribution::PoolCounters {
-        page.note("a driver's pool shows two counters and no blocks: all its free bytes count as soft");
+        page.note("a CUDA memory pool shows two counters and no blocks: none of its free bytes count as partly used");
     }
 }
 

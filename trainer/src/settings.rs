@@ -324,7 +324,7 @@ pub struct Settings {
     /// Check the allocator: overlap, writes after free, leaks (slow)
     #[arg(long, help_heading = "Record and instruments")]
     pub check: bool,
-    /// Print each driver call that takes memory or gives it back
+    /// Print each driver allocation and free
     #[arg(long, help_heading = "Record and instruments")]
     #[serde(skip)]
     pub log_driver_calls: bool,

@@ -179,9 +179,7 @@ fn a_run_reports_to_people() {
     let actual: Vec<usize> =
         order.iter().map(|words| process_output.stderr.find(words).unwrap_or(usize::MAX)).collect();
     assert!(actual.is_sorted() && actual[4] < usize::MAX, "{actual:?} {process_output:#?}");
-    for words in
-        ["Training with 'caching'", "Driver calls", "Allocator latency", "Memory", "Where reserved memory went"]
-    {
+    for words in ["Training with 'caching'", "Driver calls", "Allocator latency", "Memory", "Reserved memory"] {
         assert!(process_output.stdout.contains(words), "{words}: {process_output:#?}");
     }
     assert!(

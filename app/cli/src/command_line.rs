@@ -6,9 +6,9 @@ use std::ffi::OsString;
 use std::process::ExitCode;
 use terminal::exit;
 
-/// Explain the GPU memory of a PyTorch program and find settings that reduce it
+/// Record and explain the GPU memory of any CUDA program, and find PyTorch settings that reduce it
 ///
-/// Reads snapshots written by `torch.cuda.memory._dump_snapshot` and recordings made by `vramlab run`.
+/// Reads recordings made by `vramlab run` and snapshots written by `torch.cuda.memory._dump_snapshot`.
 #[derive(Debug, Parser)]
 #[command(name = "vramlab", version, after_help = python::HELP)]
 struct Arguments {
@@ -18,16 +18,20 @@ struct Arguments {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Run a program and record its PyTorch allocator events, under PyTorch's or another allocator
+    /// Run a CUDA program, also with PyTorch, and record its memory, under its own or another allocator
     ///
-    /// The program needs no change; its output, signals and exit code stay the same. Each process that uses CUDA writes a snapshot
-    /// when it exits and when memory runs out. Send SIGUSR1 to get a snapshot at any other time.
+    /// The program needs no change; its output, signals and exit code stay the same. Each PyTorch process that uses CUDA writes a
+    /// snapshot when it exits and when memory runs out. Send SIGUSR1 to get a snapshot at any other time. Of all other processes the
+    /// memory calls to CUDA's driver are recorded.
     ///
     /// The exit code or signal is the program's, even if a recording cannot be written; a line on stderr reports that.
     /// A second SIGTERM or SIGINT (Ctrl-C presses do not count) kills the program and all processes that it started; so does
     /// the end of the 30 s after the first SIGTERM. `run` then lists the killed processes and exits by the signal.
     Run(run::RunArgs),
-    /// Run a program under its current settings, the advised settings and `remap`, and compare the runs
+    /// Run a program several times under different allocators, and compare the runs
+    ///
+    /// A PyTorch program runs under its current settings, the advised settings and `remap`. Any other CUDA program runs unchanged, then
+    /// with frees that wait and with frees that do not, under `caching`.
     Try(tried::TryArgs),
     /// Find the PyTorch allocator settings that reduce a recorded program's memory
     ///

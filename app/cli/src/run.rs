@@ -87,9 +87,9 @@ pub(crate) struct RunArgs {
     /// for that, libvramlab_inject.so, is next to this program, in ../lib or in the Python package
     #[arg(long, value_name = "NAME[:key=value,...]", value_parser = arguments::allocator())]
     alloc: Option<Selection>,
-    /// Allocator that serves pinned host memory between the program and CUDA's driver, such as host-exact: cudaMallocHost,
-    /// cudaHostAlloc and cudaFreeHost [default: the driver]. vramlab replay --host compares host-exact, host-pytorch, host-cupy and
-    /// host-rmm-pool
+    /// Allocator that serves pinned host memory, such as host-exact [default: the program's own]. In PyTorch it is put under
+    /// at::setHostAllocator; in all other programs it serves cudaMallocHost, cudaHostAlloc and cudaFreeHost. vramlab replay --host
+    /// compares host-exact, host-pytorch, host-cupy and host-rmm-pool
     #[arg(long, value_name = "NAME[:key=value,...]", value_parser = host_allocator)]
     host_alloc: Option<Selection>,
     /// Take a snapshot so often, too
@@ -114,7 +114,7 @@ pub(crate) struct RunArgs {
     /// Do not ask at the end which setting would need less memory, which takes seconds
     #[arg(long)]
     no_advise: bool,
-    /// Say nothing at the end; the folder has it all
+    /// Print no summary; the output directory has it
     #[arg(short, long)]
     quiet: bool,
     #[command(flatten)]

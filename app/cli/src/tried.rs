@@ -81,7 +81,7 @@ pub(crate) fn try_out(args: &TryArgs) -> Result<()> {
             let why = unwatched.or_else(|| calls.as_ref().err().cloned());
             let why = why.unwrap_or_else(|| "it made no memory call of CUDA's driver".to_owned());
             bail!(RuntimeFailure::new(format_args!(
-                "no process of the program used CUDA through PyTorch and loaded the recorder (python -I, -E and -S switch it off); \
+                "no PyTorch process loaded the recorder (python -I, -E and -S switch it off); \
                  other CUDA programs are observed at the driver, but {why}. There is nothing to compare"
             )))
         }

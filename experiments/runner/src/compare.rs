@@ -339,7 +339,7 @@ fn report(rows: &[Row], common: &[OsString]) -> Page {
     page.note("host blocked: of the last epoch's time; driver calls: a batch of it; both with the validation");
     page.note("allocate, free: on the most frequent path");
     if rows.iter().any(|row| row.allocate_p50_ns.is_none() || row.deallocate_p50_ns.is_none()) {
-        page.note("-: not simulated; of an allocator only its driver calls take simulated time");
+        page.note("-: not available; the simulator times only an allocator's driver calls");
     }
     page.note("utilisation: peak active of peak reserved");
     end(rows, common, &mut page);

@@ -196,7 +196,7 @@ fn a_simulation_that_is_off_fails_and_says_by_how_much() {
     let report = output.json();
     assert!(report["worst"].as_f64().unwrap() > 0.15 && report["within"] == false, "{report}");
     let error = output.stderr.lines().last().unwrap();
-    assert!(error.starts_with("error: ") && error.contains("cells are not as measured"), "{error}");
+    assert!(error.starts_with("error: ") && error.contains("cells are not as measured: the step time of '"), "{error}");
     // A wider tolerance accepts it.
     fidelity(&test_dir, &["--tolerance", "1000%"]).ok();
 
@@ -208,6 +208,10 @@ fn a_simulation_that_is_off_fails_and_says_by_how_much() {
     let arguments = ["fidelity", "--measured", "a/small", "--against", "c/small", "--tolerance", "1000%", "--json"];
     let output = test_dir.run(&arguments);
     assert_eq!(output.code, Some(1), "it waits elsewhere: {output:#?}");
+    // Only the failed criterion is named.
+    let error = output.stderr.lines().last().unwrap();
+    assert!(error.contains("2 of 4 cells are not as measured: ") && error.ends_with("less than 50 %"), "{error}");
+    assert!(!error.contains("step time"), "{error}");
     let cells = output.json()["cells"].as_array().unwrap().clone();
     let elsewhere: Vec<&str> =
         cells.iter().filter(|cell| cell["within"] == false).map(|cell| cell["cell"].as_str().unwrap()).collect();

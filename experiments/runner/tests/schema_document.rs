@@ -529,7 +529,7 @@ fn parameters(arguments: &PathArguments) -> Vec<Type> {
 }
 
 fn anchor(heading: &str) -> String {
-    heading.to_lowercase().replace(' ', "-").replace(['.', '`'], "")
+    heading.to_lowercase().replace(' ', "-").replace(['.', '`', '\''], "")
 }
 
 /// The parts of `<!-- fields of Summary in trainer/src/record.rs -->`.

@@ -88,7 +88,7 @@ fn screens_at_80_columns() {
             host blocked: of the last epoch's time; driver calls: a batch of it; both with
               the validation
             allocate, free: on the most frequent path
-            -: not simulated; of an allocator only its driver calls take simulated time
+            -: not available; the simulator times only an allocator's driver calls
             utilisation: peak active of peak reserved
 
             'caching' is the fastest; 'naive' takes 2.12 times its step: its host waits for

@@ -16,8 +16,7 @@ use vramlab::{Bytes, Selection};
 /// Processes that get a line of their own.
 const LINES: usize = 4;
 /// Why there may be no process.
-const NOT_RECORDED: &str =
-    "no Python process of it used CUDA through PyTorch and loaded the recorder (-I, -E and -S switch it off)";
+const NOT_RECORDED: &str = "no PyTorch process loaded the recorder (python -I, -E and -S switch it off)";
 
 /// A GPU without memory of its own.
 const DEVICE_SHARES_HOST: &str = "device   the GPU shares the host's memory: what it uses, pinned memory and the programs' own memory are one budget";
@@ -280,10 +279,10 @@ impl Summary {
                 return format!("vramlab  {time}{how}; {} used CUDA {under}", many(many_cuda));
             }
             let why = match &self.cuda_missing {
-                Some(why) => format!("{NOT_RECORDED}, and CUDA was not watched: {why}"),
-                None => format!("{NOT_RECORDED}, and none called CUDA's driver for memory"),
+                Some(why) => format!("{NOT_RECORDED}; CUDA calls were not observed: {why}"),
+                None => format!("{NOT_RECORDED}; no process called CUDA's driver for memory"),
             };
-            return format!("vramlab  {time}{how}; {why}, so nothing is recorded");
+            return format!("vramlab  {time}{how}; nothing recorded: {why}");
         }
         let under = match &self.processes[0].allocator {
             Some(name) => name.clone(),

@@ -23,7 +23,7 @@ vramlab::device::named! {
         Mapped "mapped",
         /// One mapped handle that other processes can import, open to the other GPUs.
         MappedShared "mapped-shared",
-        /// As before in handles of the device's granularity, as under `expandable` and `remap`.
+        /// As `mapped-shared`, in handles of the device's granularity, as under `pytorch-expandable` and `remap`.
         PagesShared "pages-shared",
         /// `ncclMemAlloc`.
         Nccl "nccl",
