@@ -63,12 +63,15 @@
 //! | term | meaning |
 //! |---|---|
 //! | segment | one range obtained from the device in one call |
-//! | block | a part of a segment; the unit that is handed out, split and coalesced |
-//! | requested | bytes that the client asked for |
-//! | allocated | bytes in blocks that the client holds, after rounding |
+//! | block | a part of a segment; the unit that is allocated and freed |
+//! | split | to allocate a part of a free block; the remainder is a free block |
+//! | coalesce | to combine adjacent free blocks of a segment into one |
+//! | requested | bytes before rounding |
+//! | allocated | bytes in blocks that the client has not freed, after rounding |
 //! | active | allocated, or freed by the client but still used by a stream |
-//! | reserved | everything held from the device |
-//! | inactive split | free blocks of partly used segments, which cannot go back to the device |
+//! | reserved | bytes of all segments |
+//! | inactive split | free blocks of partly used segments, which cannot be released |
+//! | release threshold | reserved bytes of a CUDA memory pool up to which a synchronisation releases nothing |
 
 pub use vramlab_conformance as testing;
 pub use vramlab_device as device;

@@ -141,7 +141,7 @@ fn third_overtakes_second(record_after_merge: bool) -> bool {
 
 #[test]
 fn old_event_lets_a_third_stream_in_unless_switched_off() {
-    assert!(third_overtakes_second(false), "RMM issue 2489");
+    assert!(third_overtakes_second(false), "https://github.com/rapidsai/rmm/issues/2489");
     assert!(!third_overtakes_second(true));
 }
 

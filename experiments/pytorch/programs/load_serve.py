@@ -2,9 +2,10 @@
 
 Each layer's first matrix (530 MiB) is allocated, converted to a new layout and freed; its second (270 MiB) is allocated
 and stays. Under PyTorch's defaults the second is split from the first one's memory, and the remainder stays reserved
-(vllm-project/vllm, pull request 41268). Then experts are loaded in slabs of 8 and 4 MiB in turn, each freed before the
-next is requested. Under `max_split_size_mb:20` an empty segment of 20 MiB serves none of them (issue 51205). Finally it
-answers requests of differing length. `--while-loading SETTING` changes the setting until serving starts.
+(https://github.com/vllm-project/vllm/pull/41268). Then experts are loaded in slabs of 8 and 4 MiB in turn, each freed
+before the next is requested. Under `max_split_size_mb:20` an empty segment of 20 MiB serves none of them
+(https://github.com/vllm-project/vllm/issues/51205). Finally it answers requests of differing length. `--while-loading
+SETTING` changes the setting until serving starts.
 """
 
 import random
