@@ -119,7 +119,7 @@ fn input_output_and_the_exit_code_pass_through() {
     let said = String::from_utf8(output.stderr).unwrap();
     let lines: Vec<&str> = said.lines().collect();
     assert_eq!(lines[0], "stderr");
-    assert!(lines[1].starts_with("vramlab ") && lines[1].contains("exit code 7; no Python process"), "{said}");
+    assert!(lines[1].starts_with("vramlab ") && lines[1].contains("exit code 7; nothing recorded: "), "{said}");
     assert_eq!(lines.len(), 2);
     let left = record(&test_dir, "vramlab-run-1");
     assert_eq!((&left["exit_code"], &left["signal"], &left["processes"]), (&json!(7), &Value::Null, &json!([])));

@@ -1,6 +1,6 @@
 //! The backends by name, with their settings and capabilities.
 //!
-//! To add a backend, write a file next to `naive.rs` that ends in its entry, and name the entry in `BUILT_IN`:
+//! To add a backend, write a file next to `naive.rs` that ends in its entry, declare it in `backends.rs`, and name the entry in `BUILT_IN`:
 //!
 //! ```
 //! use vramlab_policies::backends::{Backend, Capabilities, With};
