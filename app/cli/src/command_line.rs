@@ -30,8 +30,8 @@ enum Command {
     Run(run::RunArgs),
     /// Run a program several times under different allocators, and compare the runs
     ///
-    /// A PyTorch program runs under its current settings, the advised settings and `remap`. Any other CUDA program runs unchanged, then
-    /// with frees that wait and with frees that do not, under `caching`.
+    /// A PyTorch program runs under its current settings, the advised settings and `remap`. Any other CUDA program runs unchanged,
+    /// with its calls only timed, and under `caching` with frees that wait and with frees that do not.
     Try(tried::TryArgs),
     /// Find the PyTorch allocator settings that reduce a recorded program's memory
     ///
