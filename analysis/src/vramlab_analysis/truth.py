@@ -171,4 +171,4 @@ def values() -> dict[str, Any]:
 def _percent(off: float | None) -> str:
     if off is None:
         return "out of memory"
-    return "0" if off == 0 else f"{off:+.1f} %"
+    return "exact" if off == 0 else f"{off:+.1f} %"

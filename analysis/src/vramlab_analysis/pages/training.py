@@ -97,7 +97,7 @@ def epochs() -> str:
     rows = [row for row in comparison() if "--" not in row["arm"]]
     best = min(row["epoch_s"] for row in rows)
     head = [f"epoch, {machine(rows[0]['device']).removeprefix('NVIDIA ')}", "relative to the best"]
-    head += ["driver allocations", "host blocked, most in", "allocate p50", "p99", "peak reserved"]
+    head += ["driver allocations", "host blocked, longest in", "allocate p50", "p99", "peak reserved"]
     body = [
         [
             f"`{row['arm']}`", f"{ms(row['epoch_s'])} ms{_half(row, 'epoch_s', ms)}", f"{row['epoch_s'] / best:.2f}",
