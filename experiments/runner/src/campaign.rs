@@ -9,7 +9,9 @@ mod origin;
 mod parts;
 mod rows;
 
+use crate::child::Children;
 use crate::repository::{self, this_program};
+use crate::study::lock::lock;
 use crate::study::record::{provenance, write_json};
 use crate::study::run::BUDGET;
 use crate::table::table;
@@ -23,7 +25,7 @@ use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 use terminal::{Cell, Column, Page, RuntimeFailure, Table, say};
 use vramlab::CudaDriver;
 use vramlab::input::{DOCUMENT, read_text};
@@ -35,7 +37,8 @@ const SHOWN: usize = 12;
 
 #[derive(Debug, Args)]
 #[command(
-    after_help = "Exit codes: 0 all parts are made, 1 a part failed, 2 bad input, 4 the budget ended first, 130 interrupted."
+    after_help = "Exit codes: 0 all parts are made, 1 a part failed (the others are made), 2 bad input, 4 the budget ended \
+                  first, 130 interrupted (143 by SIGTERM, 129 by SIGHUP)."
 )]
 pub(crate) struct CampaignArgs {
     /// Parts of the campaign [default: all that can run here]
@@ -133,11 +136,15 @@ pub(crate) fn campaign(args: &CampaignArgs) -> Result<()> {
     }
     let chosen = parts::chosen(parts::read(args.file.as_deref())?, &args.parts)?;
     let out = std::path::absolute(&args.out).with_context(|| format!("{} is not a directory", args.out.display()))?;
-    let mut completed = finished(&out)?;
-    let planned = plan(&chosen, &completed, &out, args.budget)?;
     if args.plan {
+        let planned = plan(&chosen, &finished(&out)?, &out, args.budget)?;
         return if args.json { terminal::print_json(&planned) } else { page(&planned).print() };
     }
+    // Two campaigns would write the same files.
+    let _lock = lock(&out, None)?;
+    let mut completed = finished(&out)?;
+    let planned = plan(&chosen, &completed, &out, args.budget)?;
+    let children = Children::listen()?;
     fs::create_dir_all(&out).with_context(|| format!("cannot make {}", out.display()))?;
     let began = Instant::now();
     let (mut failed, mut left) = (Vec::new(), Vec::new());
@@ -163,23 +170,27 @@ pub(crate) fn campaign(args: &CampaignArgs) -> Result<()> {
             continue;
         }
         say(&format!("part     {}", part.name));
-        let (code, took) = run(part, &out, budget)?;
-        match code {
-            0 => {
+        let started = Instant::now();
+        match run(part, &out, budget, &children)? {
+            Ending::Done => {
                 let record = Finished {
                     finished_at: trainer::provenance::now(),
-                    took_s: took.as_secs_f64(),
+                    took_s: started.elapsed().as_secs_f64(),
                     provenance: serde_json::to_value(provenance())?,
                 };
                 completed.insert(part.name.clone(), record);
                 write_json(&out.join(DONE), &completed)?;
             }
-            BUDGET => left.push(part.name.as_str()),
-            130 | 143 => return Err(RuntimeFailure::with_code(code, format!("{} was interrupted", part.name)).into()),
-            _ => failed.push(format!("{} (exit code {code})", part.name)),
+            Ending::Code(BUDGET) => left.push(part.name.as_str()),
+            Ending::Code(code @ (129 | 130 | 143)) => {
+                return Err(RuntimeFailure::with_code(code, format!("{} was interrupted", part.name)).into());
+            }
+            Ending::Code(code) => failed.push(format!("{} (exit code {code})", part.name)),
+            Ending::Failed(reason) => failed.push(format!("{} ({reason})", part.name)),
         }
     }
     let compared = compare(&chosen, &out)?;
+    children.check("before the comparison; the same command goes on")?;
     if args.json {
         terminal::print_json(&compared.iter().flat_map(|one| one.differences.iter().flatten()).collect::<Vec<_>>())?
     } else {
@@ -265,8 +276,18 @@ fn toolkit(name: &str) -> String {
     if installed.is_file() { installed.to_string_lossy().into_owned() } else { name.to_owned() }
 }
 
-/// Runs a part's command; returns its exit code and duration.
-fn run(part: &Part, out: &Path, budget: f64) -> Result<(u8, Duration)> {
+/// How the command of a part ended.
+#[derive(Debug)]
+enum Ending {
+    Done,
+    /// An exit code that is not zero.
+    Code(u8),
+    /// No exit code: it was not started, or a signal to it alone ended it.
+    Failed(String),
+}
+
+/// Runs a part's command.
+fn run(part: &Part, out: &Path, budget: f64, children: &Children) -> Result<Ending> {
     let words = part.words(out, budget)?;
     let mut command = match words[0].as_str() {
         "experiments" | "vramlab" => Command::new(this_program()?),
@@ -283,15 +304,23 @@ fn run(part: &Part, out: &Path, budget: f64) -> Result<(u8, Duration)> {
         // A command's table is not part of this program's output.
         command.stdout(Stdio::null());
     }
-    let began = Instant::now();
-    let status = command.status().with_context(|| format!("cannot start {}", words[0]))?;
-    // A signal ended the process: 143 stands for every signal.
-    let code = status.code().map_or(143, |code| u8::try_from(code).unwrap_or(1));
+    let ended = children.run(&mut command, &format!("in part {}; the same command goes on", part.name));
+    let ending = match &ended {
+        Ok(Ok(status)) if status.success() => Ending::Done,
+        Ok(Ok(status)) => match status.code() {
+            Some(code) => Ending::Code(u8::try_from(code).unwrap_or(1)),
+            None => Ending::Failed(status.to_string()),
+        },
+        Ok(Err(error)) => Ending::Failed(format!("cannot start {}: {error}", words[0])),
+        Err(_) => Ending::Failed("interrupted".to_owned()),
+    };
     if let Some((path, partial)) = printed {
-        let moved = if code == 0 { fs::rename(&partial, &path) } else { fs::remove_file(&partial) };
+        let moved =
+            if matches!(ending, Ending::Done) { fs::rename(&partial, &path) } else { fs::remove_file(&partial) };
         moved.with_context(|| format!("cannot write {}", path.display()))?;
     }
-    Ok((code, began.elapsed()))
+    // An interruption ends the campaign, after the part's unfinished output is removed.
+    ended.map(|_| ending)
 }
 
 /// The new records compared with the committed ones.

@@ -6,6 +6,7 @@
 mod bench;
 mod calibrate;
 mod campaign;
+mod child;
 mod compare;
 mod fidelity;
 mod fit;

@@ -1,6 +1,6 @@
 //! `experiments campaign` on the parts that need no GPU.
 
-use crate::common::{SMALL, TestDir, json_at};
+use crate::common::{Ran, SMALL, TestDir, json_at, wait_for};
 use assert_cmd::Command;
 use serde_json::{Value, json};
 use std::fs;
@@ -96,15 +96,34 @@ fn tests_that_need_a_gpu_are_listed_with_their_commit() {
 fn what_failed_is_not_done() {
     let test_dir = tempfile::tempdir().unwrap();
     let file = test_dir.path().join("parts.toml");
-    for (ends, code) in [(1, 1), (4, 4), (130, 130)] {
+    for (ends, code) in [("exit 1", 1), ("exit 4", 4), ("exit 130", 130), ("kill -9 $$", 1)] {
         let text = format!(
-            "[[part]]\nname = 'a'\ncommand = ['sh', '-c', 'echo []; exit {ends}']\nstdout = 'a.json'\ndocuments = []\n\
+            "[[part]]\nname = 'a'\ncommand = ['sh', '-c', 'echo []; {ends}']\nstdout = 'a.json'\ndocuments = []\n\
              [[part.record]]\nmade = 'a.json'\nkept = 'none.json'\nkey = ['arm']\nfigures = ['ms']\n"
         );
         fs::write(&file, text).unwrap();
         let out = test_dir.path().join("out");
         campaign().arg("--file").arg(&file).arg("-o").arg(&out).assert().code(code);
         assert_eq!(fs::read_dir(&out).unwrap().count(), 0);
+    }
+    // The parts after one that failed are made.
+    for (fails, words) in [
+        ("'sh', '-c', 'kill -9 $$'", "a (signal: 9 (SIGKILL))"),
+        ("'no-such-command'", "a (cannot start no-such-command"),
+    ] {
+        let part = |name: &str, command: &str| {
+            format!(
+                "[[part]]\nname = '{name}'\ncommand = [{command}]\nstdout = '{name}.json'\ndocuments = []\n\
+                 [[part.record]]\nmade = '{name}.json'\nkept = 'none.json'\nkey = ['arm']\nfigures = ['ms']\n"
+            )
+        };
+        fs::write(&file, part("a", fails) + &part("b", "'echo', '[]'")).unwrap();
+        let out = test_dir.path().join("next");
+        let assertion = campaign().arg("--file").arg(&file).arg("-o").arg(&out).assert().code(1);
+        let stderr = String::from_utf8(assertion.get_output().stderr.clone()).unwrap();
+        assert!(stderr.contains(words), "{stderr}");
+        assert!(out.join("b.json").is_file() && !out.join("a.json.part").exists());
+        fs::remove_dir_all(&out).unwrap();
     }
     campaign().args(["none", "--file"]).arg(&file).assert().code(2);
     campaign().args(["--budget", "0"]).assert().code(2);
@@ -225,4 +244,39 @@ fn the_plan_names_what_kept_records_lack() {
     let page = test_dir.run(&["campaign", "--file", "parts.toml", "--plan"]).ok().stdout;
     assert!(page.contains("no command, clean flag, driver, host: 2026-01-02-h200/kept.json"), "{page}");
     assert!(page.contains("Parts without a kept record\nnew"), "{page}");
+}
+
+/// A signal ends the command of the part and what it started, whatever group of processes got the signal; meanwhile no other
+/// campaign may write to the directory.
+#[cfg(unix)]
+#[test]
+fn a_signal_ends_a_part_and_all_that_it_started() {
+    use rustix::process::{Pid, Signal, kill_process};
+    for (signal, code) in [(Signal::INT, 130), (Signal::TERM, 143), (Signal::HUP, 129)] {
+        let test_dir = TestDir::new();
+        let text = "[[part]]\nname = 'a'\ncommand = ['sh', '-c', 'sleep 600 & echo $! > below; echo $$ > leader; wait']\n\
+                    stdout = 'a.json'\ndocuments = []\n\
+                    [[part.record]]\nmade = 'a.json'\nkept = 'none.json'\nkey = ['arm']\nfigures = ['ms']\n";
+        test_dir.write("parts.toml", text);
+        let campaign = ["campaign", "--file", "parts.toml", "-o", "out"];
+        let child = test_dir.process(&campaign).stderr(std::process::Stdio::piped()).spawn().unwrap();
+        let number = |name: &str| fs::read_to_string(test_dir.at(name)).ok()?.trim().parse::<i32>().ok();
+        wait_for("the part", || number("leader").is_some());
+        test_dir.run(&campaign).refused(2, &["another run is at work in"]);
+        kill_process(Pid::from_child(&child), signal).unwrap();
+        let output = Ran::of(child.wait_with_output().unwrap());
+        assert_eq!(output.code, Some(code), "{output:#?}");
+        assert!(output.stderr.contains("error: interrupted in part a"), "{output:#?}");
+        for name in ["leader", "below"] {
+            let pid = number(name).unwrap();
+            wait_for("its end", || is_over(pid));
+        }
+        assert_eq!(fs::read_dir(test_dir.at("out")).unwrap().count(), 0, "{signal:?}");
+    }
+}
+
+/// Whether a process has ended. Its new parent may not have collected it.
+#[cfg(unix)]
+fn is_over(pid: i32) -> bool {
+    fs::read_to_string(format!("/proc/{pid}/stat")).map_or(true, |stat| stat.contains(") Z "))
 }

@@ -98,7 +98,7 @@ pub(super) fn last_message(path: &Path) -> Option<String> {
 /// A running process and its group. Dropping it ends the whole group.
 #[derive(Debug)]
 pub(crate) struct Group {
-    leader: Child,
+    pub(crate) leader: Child,
     over: bool,
 }
 
