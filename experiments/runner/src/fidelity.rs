@@ -3,6 +3,7 @@
 
 pub(crate) mod recorded;
 
+use crate::child::Children;
 use crate::repository;
 use crate::study::ended;
 use crate::study::figures::median;
@@ -121,12 +122,18 @@ pub(crate) fn fidelity(args: &FidelityArgs) -> Result<()> {
     if args.profile.is_some() && args.against.is_some() {
         bail!("--profile is for new runs, and --against names recorded ones; leave one of them out");
     }
+    if let Some(recorded) = &args.against {
+        Recorded::read(recorded)?;
+    }
+    let mut children = None;
     let (measured, against) = match records(args)? {
         Some((measured, against)) => (measured, against.or_else(|| args.against.clone())),
-        None => (folder(args, args.measured.as_deref(), &args.device)?, args.against.clone()),
+        None => (folder(args, args.measured.as_deref(), &args.device, &mut children)?, args.against.clone()),
     };
-    let against = folder(args, against.as_deref(), &simulated)?;
-    let report = compare(&Recorded::read(&measured)?, &Recorded::read(&against)?, args.tolerance)?;
+    // Recorded runs are read before the minutes that new ones take.
+    let measured = Recorded::read(&measured)?;
+    let against = Recorded::read(&folder(args, against.as_deref(), &simulated, &mut children)?)?;
+    let report = compare(&measured, &against, args.tolerance)?;
     if args.json {
         terminal::print_json(&report)?;
     } else {
@@ -185,7 +192,12 @@ fn records(args: &FidelityArgs) -> Result<Option<(PathBuf, Option<PathBuf>)>> {
 }
 
 /// The directory of an experiment on one device: the recorded one, or that of a new run.
-fn folder(args: &FidelityArgs, recorded: Option<&Path>, device: &DeviceName) -> Result<PathBuf> {
+fn folder(
+    args: &FidelityArgs,
+    recorded: Option<&Path>,
+    device: &DeviceName,
+    children: &mut Option<Children>,
+) -> Result<PathBuf> {
     if let Some(folder) = recorded {
         return Ok(folder.to_owned());
     }
@@ -193,7 +205,12 @@ fn folder(args: &FidelityArgs, recorded: Option<&Path>, device: &DeviceName) -> 
     // A separate process, so that the runner handles Ctrl-C and progress.
     let mut command = Command::new(repository::this_program()?);
     command.args(["run", &args.spec, "--device", &device.to_string(), "-o"]).arg(&out).stdout(Stdio::null());
-    let status = command.status().context("cannot start the runner")?;
+    let children = match children {
+        Some(children) => children,
+        None => children.insert(Children::listen()?),
+    };
+    let status = children.run(&mut command, &format!("in the runs on {device}; the same command goes on"))?;
+    let status = status.context("cannot start the runner")?;
     if !status.success() {
         return Err(ended(status, format!("the runs on {device} failed, as said above")));
     }

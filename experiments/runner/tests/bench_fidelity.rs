@@ -237,6 +237,15 @@ fn what_cannot_be_compared_is_refused() {
     let output = fidelity(&test_dir, &["--tolerance", "lots"]);
     assert_eq!((output.code, output.stdout.as_str()), (Some(2), ""), "{output:#?}");
     fidelity(&test_dir, &["--profile", "slow.json"]).refused(2, &["--profile is for new runs"]);
+    // A record that is missing is missed before the other one is made.
+    let spec = ["--spec", "small.toml", "--out", "new"];
+    test_dir
+        .run(&[&["fidelity", "--measured", "none"], &spec[..]].concat())
+        .refused(2, &["none has no experiment.json"]);
+    test_dir
+        .run(&[&["fidelity", "--against", "none"], &spec[..]].concat())
+        .refused(2, &["none has no experiment.json"]);
+    assert!(!test_dir.at("new").exists());
 }
 
 #[test]
