@@ -1,21 +1,25 @@
 //! `experiments compare`: one table for all allocators, from one run of the trainer for each, in separate processes (a
 //! CUDA context and the allocators' caches belong to a process).
 
+use crate::child::Children;
 use crate::repository;
 use crate::study::ended;
 use crate::study::figures::{median, of_summary, steady_epochs, step_time};
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
+use clap::error::ErrorKind;
 use clap::parser::ValueSource;
 use clap::{Arg, ArgMatches, Args, FromArgMatches};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
+use std::fs::File;
 use std::process::{Command, Stdio};
 use terminal::arguments::{self, Selections};
-use terminal::{Bar, Cell, Comparison, Page, command, duration, quoted, seconds};
+use terminal::{Bar, Cell, Comparison, Page, command, duration, quoted, say, seconds};
 use trainer::ranks::{RankSpread, Spread};
 use vramlab::Bytes;
+use vramlab::input::{DOCUMENT, read_bytes, read_end};
 
 /// The variants compared unless `--arm` is given.
 const ARMS: [&str; 4] = [
@@ -27,7 +31,7 @@ const ARMS: [&str; 4] = [
 
 #[derive(Debug, Args)]
 pub(crate) struct CompareArgs {
-    /// Trainer options of one run; may be given several times
+    /// Trainer options of one run, which override those of every run; may be given several times
     #[arg(long = "arm", value_name = "OPTIONS", allow_hyphen_values = true)]
     arms: Vec<String>,
     /// Allocators with their settings, separated by commas: a run of each, instead of --arm
@@ -41,7 +45,8 @@ pub(crate) struct CompareArgs {
     json: bool,
     #[command(flatten)]
     common: CommonArgs,
-    /// Other trainer options of every run, after `--`
+    /// Other trainer options of every run, after `--`. The runs' records are removed; of a single run `--out DIR` keeps
+    /// it
     #[arg(last = true)]
     rest: Vec<OsString>,
 }
@@ -159,6 +164,8 @@ struct Row {
 /// Runs all variants and prints the table.
 pub(crate) fn compare(args: &CompareArgs) -> Result<()> {
     let (arms, common) = (args.arms(), args.common());
+    check(&arms, &common)?;
+    let children = Children::listen()?;
     let runs = u64::from(args.repeats) * arms.len() as u64;
     let bar = Bar::new(runs, "{bar:30} run {pos}/{len} {wide_msg} [{elapsed} left {eta}]");
     let mut records: Vec<Vec<Value>> = vec![Vec::new(); arms.len()];
@@ -166,7 +173,7 @@ pub(crate) fn compare(args: &CompareArgs) -> Result<()> {
     for _ in 0..args.repeats {
         for (arm, records) in arms.iter().zip(&mut records) {
             bar.message(arm);
-            records.push(run(arm, &common)?);
+            records.push(run(arm, &common, &children)?);
             bar.advance(1);
         }
     }
@@ -175,21 +182,64 @@ pub(crate) fn compare(args: &CompareArgs) -> Result<()> {
     if args.json { terminal::print_json(&rows) } else { report(&rows, &common).print() }
 }
 
-/// Runs the trainer once and returns its record.
-fn run(arm: &str, common: &[OsString]) -> Result<Value> {
-    let output = Command::new(repository::this_program()?)
-        .args(["trainer", "--json"])
-        .args(arm.split_whitespace())
-        .args(common)
-        .stderr(Stdio::piped())
-        .output()
-        .context("cannot start the trainer")?;
-    if !output.status.success() {
-        let text = String::from_utf8_lossy(&output.stderr);
-        let last = text.lines().rev().find_map(|line| line.strip_prefix("error: ")).unwrap_or("it printed no error");
-        return Err(ended(output.status, format!("the trainer failed under '{arm}': {last}")));
+/// Options that an arm cannot have: the device, whose name is above all rows, and what this program reads.
+const NOT_OF_AN_ARM: [&str; 3] = ["device", "out", "json"];
+
+/// Refuses what is no training run, and says which options of every run an arm overrides.
+fn check(arms: &[String], common: &[OsString]) -> Result<()> {
+    let of_all = given(common.iter().cloned(), "--")?;
+    for arm in arms {
+        let of_arm = given(arm.split_whitespace().map(OsString::from), &format!("--arm '{arm}'"))?;
+        if let Some(name) = NOT_OF_AN_ARM.into_iter().find(|name| of_arm.contains(*name)) {
+            match name {
+                "device" => bail!("--arm '{arm}': all arms have one device; give --device outside of it"),
+                name => bail!("--arm '{arm}': --{name} is not an option of an arm; leave it out"),
+            }
+        }
+        for name in of_all.intersection(&of_arm) {
+            say(&format!("note     '{arm}' keeps its own --{name}"));
+        }
     }
-    serde_json::from_slice(&output.stdout).context("the trainer printed something other than a run record")
+    Ok(())
+}
+
+/// The names of the options among the words of a training run. Words that the trainer refuses are left to it.
+fn given(words: impl Iterator<Item = OsString>, place: &str) -> Result<BTreeSet<String>> {
+    let trainer = trainer::cli::command();
+    let matches = match trainer.clone().try_get_matches_from(std::iter::once("trainer".into()).chain(words)) {
+        Ok(matches) => matches,
+        Err(error) if matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) => {
+            bail!("{place}: --help and --version are not options of a training run; `trainer --help` lists those")
+        }
+        Err(_) => return Ok(BTreeSet::new()),
+    };
+    if let Some(name) = matches.subcommand_name() {
+        bail!("{place}: {name} is a command of the trainer, not an option of a training run; leave it out");
+    }
+    let is_given = |option: &&Arg| matches.value_source(option.get_id().as_str()) == Some(ValueSource::CommandLine);
+    Ok(trainer.get_arguments().filter(is_given).filter_map(|option| option.get_long().map(str::to_owned)).collect())
+}
+
+/// Runs the trainer once and returns its record. An arm's own options come last, so they take precedence.
+fn run(arm: &str, common: &[OsString], children: &Children) -> Result<Value> {
+    /// Bytes read from the end of what the trainer prints on standard error.
+    const MOST_STDERR: u64 = 64 << 10;
+    let fails = "cannot write to the directory of temporary files; set TMPDIR to another one";
+    let temp_dir = tempfile::tempdir().context(fails)?;
+    let [stdout, stderr] = ["stdout", "stderr"].map(|name| temp_dir.path().join(name));
+    let mut command = Command::new(repository::this_program()?);
+    command.args(["trainer", "--json", "--out"]).arg(temp_dir.path().join("record"));
+    command.args(common).args(arm.split_whitespace()).stdin(Stdio::null());
+    command.stdout(File::create(&stdout).context(fails)?).stderr(File::create(&stderr).context(fails)?);
+    let status = children.run(&mut command, &format!("in a run under '{arm}'"))?.context("cannot start the trainer")?;
+    if !status.success() {
+        let text = read_end(&stderr, MOST_STDERR).unwrap_or_default();
+        let text = String::from_utf8_lossy(&text);
+        let last = text.lines().rev().find_map(|line| line.strip_prefix("error: ")).unwrap_or("it printed no error");
+        return Err(ended(status, format!("the trainer failed under '{arm}': {last}")));
+    }
+    let text = read_bytes(&stdout, DOCUMENT).context("cannot read the trainer's record")?;
+    serde_json::from_slice(&text).context("the trainer printed something other than a run record")
 }
 
 fn number(value: &Value, path: &str) -> Result<f64> {
@@ -401,7 +451,7 @@ fn end(rows: &[Row], common: &[OsString], page: &mut Page) {
     let options = common.iter().map(|option| quoted(&option.to_string_lossy())).collect::<Vec<_>>().join(" ");
     // Only the allocator's name was removed from the variant's options.
     let arm = if slowest.arm.starts_with("--") { slowest.arm.clone() } else { format!("--alloc {}", slowest.arm) };
-    page.end(title, &command("trainer", format!("{arm} {options} --log-driver-calls").replace("  ", " ").trim()));
+    page.end(title, &command("trainer", format!("{options} {arm} --log-driver-calls").replace("  ", " ").trim()));
 }
 
 #[cfg(test)]

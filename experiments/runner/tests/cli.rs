@@ -87,16 +87,12 @@ fn compare_takes_allocators_and_the_usual_options_by_name() {
     let rows = test_dir.run(&arguments).rows();
     let arms: Vec<&str> = rows.iter().map(|row| row["arm"].as_str().unwrap()).collect();
     assert_eq!(arms, ["caching", "naive"]);
-    let records = common::names(&test_dir.at("runs"));
-    for record in &records {
-        let text = std::fs::read_to_string(test_dir.at("runs").join(record).join("summary.json")).unwrap();
-        let settings = &serde_json::from_str::<serde_json::Value>(&text).unwrap()["settings"];
-        let figures =
-            ["hidden", "layers", "batch", "epochs", "seed", "sync", "loader"].map(|name| settings[name].clone());
-        let expected = [json!(7), json!(2), json!(10), json!(2), json!(3), json!("step"), json!("copy")];
-        assert_eq!(figures, expected, "{record}");
-    }
-    assert_eq!(records.len(), 2);
+    assert_eq!(test_dir.files(), [""; 0], "the runs' records are removed");
+    let kept = [&["compare", "--alloc", "naive"], &usual[..], &more, &["--", "--out", "kept"]].concat();
+    test_dir.run(&kept).ok();
+    let settings = common::json_at(&test_dir.at("kept/summary.json"))["settings"].clone();
+    let figures = ["hidden", "layers", "batch", "epochs", "seed", "sync", "loader"].map(|name| settings[name].clone());
+    assert_eq!(figures, [json!(7), json!(2), json!(10), json!(2), json!(3), json!("step"), json!("copy")]);
     // Options after -- override those before it.
     let rows = test_dir.run(&[&arguments[..], &["--", "--epochs", "1"]].concat()).rows();
     assert_eq!(rows.len(), 2);
@@ -121,7 +117,55 @@ fn compare_prints_a_table_and_repeats() {
     ] {
         assert!(text.contains(words), "{words}: {text}");
     }
-    assert_eq!(std::fs::read_dir(test_dir.at("runs")).unwrap().count(), 4, "each run leaves its record");
+    assert_eq!(test_dir.files(), [""; 0], "a comparison leaves no records");
+}
+
+/// What an arm's label says is what ran.
+#[test]
+fn an_arms_own_options_override_those_of_every_run() {
+    let test_dir = TestDir::new();
+    let usual = ["compare", "--device", "sim", "--dataset", "iris", "--epochs", "2", "--json"];
+    let arms = ["--hidden", "16", "--arm", "--hidden 64", "--arm", "--hidden 2048", "--arm", "--alloc caching"];
+    let output = test_dir.run(&[&usual[..], &arms].concat()).ok();
+    let peaks: Vec<u64> =
+        output.json().as_array().unwrap().iter().map(|row| row["peak_requested_bytes"].as_u64().unwrap()).collect();
+    assert!(peaks[2] < peaks[0] && peaks[0] < peaks[1], "{peaks:?}");
+    assert!(output.stderr.contains("'--hidden 64' keeps its own --hidden"), "{}", output.stderr);
+    assert!(!output.stderr.contains("'--alloc caching' keeps"), "{}", output.stderr);
+    // The default arm with a setting of its own.
+    let output = test_dir.run(&[&usual[..], &["--sync", "op", "--hidden", "16"]].concat()).ok();
+    let rows = output.json();
+    let trimmed = rows.as_array().unwrap().iter().find(|row| row["arm"].as_str().unwrap().contains("--sync step"));
+    let pool = rows.as_array().unwrap().iter().find(|row| row["arm"] == "stream-ordered").unwrap();
+    let waits = |row: &serde_json::Value| row["driver_calls"].as_object().unwrap().clone();
+    assert_ne!(waits(trimmed.unwrap()), waits(pool), "it synchronises after steps, not after operations");
+    assert!(output.stderr.contains("--sync step' keeps its own --sync"), "{}", output.stderr);
+}
+
+#[test]
+fn an_arm_that_is_no_training_run_is_refused() {
+    let test_dir = TestDir::new();
+    for (arm, words) in [
+        ("--device cuda", "all arms have one device"),
+        ("--out here", "--out is not an option of an arm"),
+        ("--json", "--json is not an option of an arm"),
+        ("--help", "are not options of a training run"),
+        ("doctor", "doctor is a command of the trainer"),
+    ] {
+        test_dir.run(&["compare", "--device", "sim", "--arm", arm]).refused(2, &[words, &format!("--arm '{arm}'")]);
+    }
+    test_dir.run(&["compare", "--", "--help"]).refused(2, &["are not options of a training run"]);
+    assert_eq!(test_dir.files(), [""; 0]);
+}
+
+/// A directory that cannot be written to is no obstacle, as nothing is left there.
+#[cfg(target_os = "linux")]
+#[test]
+fn compare_needs_no_directory_to_write_to() {
+    let test_dir = TestDir::new();
+    let mut command = test_dir.process(&["compare", "--device", "sim", "--dataset", "iris", "--epochs", "2"]);
+    command.args(["--hidden", "16", "--alloc", "caching"]);
+    Ran::of(command.current_dir("/proc").output().unwrap()).ok();
 }
 
 #[test]

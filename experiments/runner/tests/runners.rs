@@ -375,7 +375,7 @@ fn parallel_simulated_runs_equal_sequential_ones() {
 mod ends {
     use super::*;
     use rustix::process::{Pid, Signal, kill_process};
-    use std::process::{Child, Command};
+    use std::process::{Child, Command, Stdio};
 
     fn send(signal: Signal, to: u32) {
         kill_process(Pid::from_raw(to.try_into().unwrap()).unwrap(), signal).unwrap();
@@ -428,6 +428,38 @@ mod ends {
                 assert!(trainers.iter().all(|trainer| is_over(*trainer)), "{signal:?}");
                 assert_eq!(names(&test_dir.at("out")), ["small"], "no lock is left");
             }
+        }
+    }
+
+    /// Commands that wait for a process end it, and what it started, in any group of processes.
+    #[test]
+    fn signals_end_commands_that_wait_for_a_process() {
+        let test_dir = TestDir::new();
+        test_dir.write("small.toml", SMALL);
+        test_dir.run(&["run", "small.toml", "--device", "sim", "-o", "known"]).ok();
+        test_dir.write("small.toml", SMALL.replace("epochs = 2", "epochs = 50000"));
+        let compare = ["compare", "--device", "sim", "--dataset", "iris", "--epochs", "50000", "--alloc", "naive"];
+        let fidelity = ["fidelity", "--spec", "small.toml", "--measured", "known/small", "--out", "new"];
+        for (arguments, depth, signal, code, words) in [
+            (&compare[..], 1, Signal::TERM, 143, "interrupted in a run under '--alloc naive'"),
+            (&compare[..], 1, Signal::INT, 130, "interrupted in a run under '--alloc naive'"),
+            (&fidelity[..], 2, Signal::TERM, 143, "interrupted in the runs on sim; the same command goes on"),
+        ] {
+            let mut command = test_dir.process(arguments);
+            let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+            let mut processes = Vec::new();
+            until("it should wait for a process", || {
+                let below = |of: &[u32]| of.iter().flat_map(|one| children(*one)).collect::<Vec<u32>>();
+                let first = children(child.id());
+                processes = first.clone();
+                processes.extend(below(&first));
+                processes.len() >= depth
+            });
+            send(signal, child.id());
+            let output = Ran::of(child.wait_with_output().unwrap());
+            assert_eq!((output.code, output.stdout.as_str()), (Some(code), ""), "{output:#?}");
+            assert!(output.stderr.lines().last().is_some_and(|line| line.contains(words)), "{output:#?}");
+            assert!(processes.iter().all(|process| is_over(*process)), "{arguments:?}");
         }
     }
 

@@ -93,8 +93,8 @@ fn screens_at_80_columns() {
 
             'caching' is the fastest; 'naive' takes 2.12 times its step: its host waits for
             23 % of an epoch, most in mem_free.
-            Next: cargo run -p trainer -- --alloc naive --device=sim --dataset=iris \
-                  --hidden=16 --layers=2 --epochs=3 --log-driver-calls
+            Next: cargo run -p trainer -- --device=sim --dataset=iris --hidden=16 \
+                  --layers=2 --epochs=3 --alloc naive --log-driver-calls
         ");
         insta::assert_snapshot!(screen(&test_dir, &["list", "--specs", "."]), @r"
             ────────────────────────────────────────────────────────────────────────────────
@@ -235,7 +235,7 @@ fn the_last_lines_are_what_was_found_and_the_next_command() {
         (
             &compare[..],
             vec![format!("'{}' is the fastest", least(&compared, "step_s", "arm"))],
-            "--dataset=iris --hidden=16 --layers=2 --epochs=3 --log-driver-calls",
+            "--dataset=iris --hidden=16 --layers=2 --epochs=3 --alloc ",
         ),
         (&["list", "--specs", specs], vec![format!("{} questions", questions.len())], "--device sim"),
         (&run, vec!["runs of small are done".to_owned(), "out/small".to_owned()], "vramlab report out/small"),
