@@ -294,9 +294,12 @@ pub fn check(path: &Path, existing: Existing) -> Result<(), OutputError> {
 /// Removes the parts of all files and directories that are being written, for a process that ends immediately, by a signal. They
 /// are never renamed then.
 pub fn discard_unfinished() {
+    /// Another thread may write to a directory while it is removed.
+    const TRIES: u32 = 16;
     for part in unfinished().drain(..) {
+        let remove = || std::fs::remove_file(&part).or_else(|_| std::fs::remove_dir_all(&part));
         // A failure cannot be reported here; the name shows that it is a part.
-        let _ = std::fs::remove_file(&part).or_else(|_| std::fs::remove_dir_all(&part));
+        let _ = (0..TRIES).any(|_| remove().is_ok() || !part.exists());
     }
 }
 

@@ -98,7 +98,7 @@ pub fn main(arguments: Vec<OsString>) -> ExitCode {
         return exit::BAD_INPUT.into();
     }
     let cli: Cli = terminal::parse(arguments);
-    if matches!(cli.command, Command::Pack(_)) {
+    if matches!(cli.command, Command::Pack(_) | Command::Results(_)) {
         terminal::signals::end_at_once();
     }
     let result = match cli.command {

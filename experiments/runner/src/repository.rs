@@ -1,17 +1,23 @@
 //! Paths of the directories of `experiments/`: specs, recordings, baselines, results.
 
+use crate::study::record::{EXPERIMENT, read_json};
 use anyhow::{Context, Result, bail};
 use liblzma::read::XzDecoder;
 use ring::digest::{SHA256, digest};
 use serde::Serialize;
+use std::cell::Cell;
 use std::fs;
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
-use vramlab::{Bytes, input};
+use std::rc::Rc;
+use vramlab::output::OutputFolder;
+use vramlab::{Bytes, DeviceKind, DeviceName, input};
 
 /// Size limit of an archive, and of its unpacked contents.
 const MOST_PACKED: u64 = 1 << 30;
 const MOST_UNPACKED: u64 = 16 << 30;
+/// Size limit of what describes a member: its header and its long name. A reader holds it in memory.
+const MOST_HEADERS: u64 = 64 << 10;
 
 /// File ending of the archives of recorded results.
 pub(crate) const ARCHIVE: &str = ".tar.xz";
@@ -84,8 +90,8 @@ pub(crate) const GPU: &str = "gpu";
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Record {
     pub(crate) name: String,
-    /// Absent for a file. For a directory, whose name is a label: its last word if that ends in `sim`, which labels of
-    /// simulated runs do, else `gpu`.
+    /// Absent for a file. For an experiment `sim` or `gpu`, the device of its runs. For another directory, whose name is a
+    /// label: its last word if that ends in `sim`, which labels of simulated runs do, else `gpu`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) device: Option<String>,
 }
@@ -96,11 +102,19 @@ pub(crate) fn records(results: &Path) -> Result<Vec<Record>> {
     let of = |path: PathBuf| {
         let name = path.file_name()?.to_str()?.to_owned();
         let last = name.rsplit('-').next().unwrap_or_default();
-        let device = if last.ends_with("sim") { last } else { GPU };
-        let device = path.is_dir().then(|| device.to_owned());
+        let of_name = || if last.ends_with("sim") { last } else { GPU };
+        let device = path.is_dir().then(|| device_of(&path).unwrap_or_else(of_name).to_owned());
         (!name.starts_with('.') && !is_archive(&path)).then_some(Record { name, device })
     };
     Ok(entries(results)?.into_iter().filter_map(of).collect())
+}
+
+/// The device of an experiment's directory; `None` for another directory.
+fn device_of(folder: &Path) -> Option<&'static str> {
+    let path = folder.join(EXPERIMENT);
+    let experiment = path.is_file().then(|| read_json(&path).ok())??;
+    let device: DeviceName = experiment["device"].as_str()?.parse().ok()?;
+    Some(if device.kind() == DeviceKind::Cuda { GPU } else { "sim" })
 }
 
 /// The newest record `LABEL/name` among the labels of a device ([`Record::device`]) that satisfies a condition, if any.
@@ -119,9 +133,10 @@ fn unpack(archive: &Path, results: &Path, label: &str) -> Result<()> {
     let bytes = input::read_bytes(archive, MOST_PACKED)?;
     let (digest, folder) = (sha256(&bytes), results.join(label));
     if !folder.exists() {
-        let partial = tempfile::Builder::new().suffix(".partial").tempdir_in(results)?;
-        unpack_into(XzDecoder::new(bytes.as_slice()), partial.path())?;
-        let unpacked = partial.path().join(label);
+        // A signal removes it.
+        let partial = OutputFolder::create(&folder)?;
+        unpack_into(XzDecoder::new(bytes.as_slice()), partial.part())?;
+        let unpacked = partial.part().join(label);
         // An older version of the archive may have left one. Links were refused, so nothing outside is removed or
         // written.
         if unpacked.join(STAMP).is_file() {
@@ -149,14 +164,20 @@ fn unpack(archive: &Path, results: &Path, label: &str) -> Result<()> {
 ///
 /// The archive is damaged, a member is a link or a device or has a path outside, or the archive is too long.
 pub(crate) fn unpack_into(archive: impl Read, folder: &Path) -> Result<()> {
-    let mut unpacked: u64 = 0;
-    for member in tar::Archive::new(archive).entries()? {
+    let (mut unpacked, left) = (0_u64, Rc::new(Cell::new(0)));
+    let mut archive = tar::Archive::new(Bounded { archive, left: Rc::clone(&left) });
+    let mut members = archive.entries()?;
+    loop {
+        left.set(MOST_HEADERS);
+        let Some(member) = members.next() else { break };
         let mut member = member?;
         let name = member.path()?.to_string_lossy().into_owned();
         let kind = member.header().entry_type();
         if kind.is_pax_global_extensions() {
+            // Its contents are skipped, within the limit of the next member's headers.
             continue;
         }
+        left.set(u64::MAX);
         if !(kind.is_file() || kind.is_dir()) {
             bail!("{name} in it is neither a file nor a directory; pack it again without it");
         }
@@ -169,6 +190,27 @@ pub(crate) fn unpack_into(archive: impl Read, folder: &Path) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// An archive of which a limited number of bytes is read at a time.
+struct Bounded<R> {
+    archive: R,
+    left: Rc<Cell<u64>>,
+}
+
+impl<R: Read> Read for Bounded<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
+        if self.left.get() == 0 && !buffer.is_empty() {
+            return Err(std::io::Error::other(format!(
+                "the name of a member is longer than {}, which no results have",
+                Bytes(MOST_HEADERS)
+            )));
+        }
+        let most = usize::try_from(self.left.get()).unwrap_or(usize::MAX).min(buffer.len());
+        let read = self.archive.read(&mut buffer[..most])?;
+        self.left.set(self.left.get().saturating_sub(read as u64));
+        Ok(read)
+    }
 }
 
 #[cfg(test)]
@@ -225,6 +267,55 @@ mod tests {
             assert_eq!(fs::read_to_string(file).unwrap(), "kept", "{members:?}");
             assert_eq!(fs::read_dir(&results).unwrap().count(), 1, "{members:?}: only the archive is left");
         }
+    }
+
+    /// Long names are held in memory, and a short archive can have very long ones.
+    #[test]
+    fn names_have_a_limit_and_usual_ones_are_within_it() {
+        let archive = |kind: tar::EntryType, name: &[u8]| {
+            let mut tar = tar::Builder::new(Vec::new());
+            let mut header = tar::Header::new_gnu();
+            header.set_entry_type(kind);
+            header.set_size(name.len() as u64);
+            header.set_cksum();
+            tar.append(&header, name).unwrap();
+            let mut header = tar::Header::new_gnu();
+            header.set_size(4);
+            header.set_mode(0o644);
+            tar.append_data(&mut header, "label/file", b"text".as_slice()).unwrap();
+            tar.into_inner().unwrap()
+        };
+        use tar::EntryType::{GNULongLink, GNULongName, XGlobalHeader, XHeader};
+        for kind in [GNULongName, GNULongLink, XHeader, XGlobalHeader] {
+            let temp_dir = tempfile::tempdir().unwrap();
+            let error = unpack_into(archive(kind, &vec![b'a'; 1 << 20]).as_slice(), temp_dir.path()).unwrap_err();
+            assert!(format!("{error:#}").contains("is longer than 64 KiB"), "{kind:?}: {error:#}");
+            assert_eq!(fs::read_dir(temp_dir.path()).unwrap().count(), 0);
+        }
+        let temp_dir = tempfile::tempdir().unwrap();
+        let name = format!("label/{}", "a".repeat(180));
+        unpack_into(archive(GNULongName, name.as_bytes()).as_slice(), temp_dir.path()).unwrap();
+        assert_eq!(fs::read_to_string(temp_dir.path().join(name)).unwrap(), "text");
+        let temp_dir = tempfile::tempdir().unwrap();
+        unpack_into(archive(XGlobalHeader, b"19 comment=a commit\n").as_slice(), temp_dir.path()).unwrap();
+        assert_eq!(fs::read_to_string(temp_dir.path().join("label/file")).unwrap(), "text");
+    }
+
+    #[test]
+    fn an_experiment_has_the_device_of_its_runs() {
+        let temp_dir = tempfile::tempdir().unwrap();
+        for (name, text) in [
+            ("a", r#"{"schema_version": 1, "device": "sim"}"#),
+            ("b", r#"{"schema_version": 1, "device": "sim:profile.json"}"#),
+            ("c", r#"{"schema_version": 1, "device": "cuda:1"}"#),
+            ("d-sim", "no JSON"),
+        ] {
+            fs::create_dir(temp_dir.path().join(name)).unwrap();
+            fs::write(temp_dir.path().join(name).join(EXPERIMENT), text).unwrap();
+        }
+        let devices: Vec<String> =
+            records(temp_dir.path()).unwrap().into_iter().filter_map(|record| record.device).collect();
+        assert_eq!(devices, ["sim", "sim", GPU, "sim"]);
     }
 
     #[test]

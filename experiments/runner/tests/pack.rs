@@ -1,6 +1,6 @@
 //! `experiments pack`: retained data does not change, and readers of experiments can read the archive's contents.
 
-use crate::common::{IDS, Ran, SMALL, TestDir, json_at, names};
+use crate::common::{IDS, Ran, SMALL, TestDir, json_at, names, wait_for};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::io::Read;
@@ -365,6 +365,32 @@ fn results_are_unpacked_and_listed() {
     assert!(test_dir.at("kept/2026-01-01-sim/small/experiment.json").is_file());
     let listing = test_dir.run(&["results", "kept/2026-01-01-sim.tar.xz", "--json"]).ok().json();
     assert_eq!(listing["folder"], "kept/2026-01-01-sim");
+    assert_eq!(listing["records"], json!([{"name": "small", "device": "sim"}]));
     assert!(test_dir.run(&["results", "kept"]).ok().stdout.contains("2 records in kept"));
     test_dir.run(&["results", "kept/2026-01-01-sim.md"]).refused(2, &["2026-01-01-sim.md", "neither a directory"]);
+}
+
+/// A signal while an archive is unpacked leaves the archive alone.
+#[cfg(unix)]
+#[test]
+fn an_interrupted_unpacking_leaves_nothing() {
+    use rustix::process::{Pid, Signal, kill_process};
+    let test_dir = TestDir::new();
+    std::fs::create_dir(test_dir.at("kept")).unwrap();
+    let mut tar = tar::Builder::new(liblzma::write::XzEncoder::new(Vec::new(), 0));
+    for number in 0..40_000 {
+        let mut header = tar::Header::new_gnu();
+        header.set_size(4);
+        header.set_mode(0o644);
+        tar.append_data(&mut header, format!("label/small/{number}"), b"text".as_slice()).unwrap();
+    }
+    test_dir.file("kept/label.tar.xz", tar.into_inner().unwrap().finish().unwrap());
+    for (signal, code) in [(Signal::INT, 130), (Signal::TERM, 143)] {
+        let child = test_dir.process(&["results", "kept"]).stderr(std::process::Stdio::piped()).spawn().unwrap();
+        wait_for("the unpacking", || names(&test_dir.at("kept")).len() == 2);
+        kill_process(Pid::from_child(&child), signal).unwrap();
+        let output = Ran::of(child.wait_with_output().unwrap());
+        assert_eq!(output.code, Some(code), "{output:#?}");
+        assert_eq!(names(&test_dir.at("kept")), ["label.tar.xz"]);
+    }
 }
