@@ -8,7 +8,7 @@ mod cases;
 mod measure;
 mod report;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use baselines::Baselines;
 use cases::{Case, Job};
 use clap::Args;
@@ -18,7 +18,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use terminal::arguments::{self, Selections};
 use terminal::{Bar, RuntimeFailure, say};
-use vramlab::device::DeviceNameError;
+use vramlab::device::{CudaUnavailable, DeviceNameError};
 use vramlab::{CudaDriver, DeviceKind, DeviceName, Driver, NullDriver, Selection};
 
 /// Options of `experiments bench`.
@@ -70,7 +70,7 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<()> {
     }
     let baselines = args.baselines.then(|| baselines::find(args.baselines_dir.as_deref())).transpose()?;
     let driver: Arc<dyn Driver> = match args.device {
-        DeviceName::Cuda(number) => Arc::new(CudaDriver::new(number).context("cannot measure on a GPU")?),
+        DeviceName::Cuda(number) => Arc::new(CudaDriver::new(number).map_err(|error| no_gpu(&error, args.baselines))?),
         DeviceName::Null | DeviceName::Sim(_) => Arc::new(NullDriver::new(1 << 46)),
     };
     let most = groups.iter().flatten().map(|job| job.case.threads()).max().unwrap_or(1);
@@ -87,6 +87,13 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<()> {
     measure_all(&setup, &groups, args.repeats, others.as_mut(), &mut report).map_err(failed)?;
     report.warn();
     if args.json { terminal::print_json(&report) } else { report.page().print() }
+}
+
+/// The error without a GPU. The driver's advice is for programs that take the simulated device, which has no times of the
+/// host.
+fn no_gpu(error: &CudaUnavailable, baselines: bool) -> anyhow::Error {
+    let device = if baselines { "--device null, without --baselines" } else { "--device null" };
+    anyhow!("cannot measure on a GPU: {}", error.to_string().replace("--device sim", device))
 }
 
 /// A failed measurement is not a fault of the command line.

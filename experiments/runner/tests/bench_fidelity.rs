@@ -113,6 +113,17 @@ fn bad_input_is_one_line() {
 }
 
 #[test]
+fn without_a_gpu_the_advice_is_a_device_that_bench_takes() {
+    let test_dir = TestDir::new();
+    for more in [&[][..], &["--baselines"]] {
+        let mut command = test_dir.process(&[&["bench", "--device", "cuda", "--case", "pair/512"], more].concat());
+        let output = Ran::of(command.env("CUDA_VISIBLE_DEVICES", "-1").output().unwrap());
+        output.refused(2, &["cannot measure on a GPU: ", "--device null"]);
+        assert!(!output.stderr.contains("--device sim"), "{output:#?}");
+    }
+}
+
+#[test]
 #[ignore = "needs python3; run with --ignored"]
 fn baselines_that_are_missing_are_named_with_a_remedy() {
     let program = Path::new(env!("CARGO_MANIFEST_DIR")).join("../pytorch/baselines/run.py");
