@@ -19,7 +19,7 @@ use ::kernels::{CudaKernels, Fill, Operation};
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use measurements::Measurements;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use terminal::Bar;
 use vramlab::device::Clock;
@@ -202,6 +202,9 @@ struct Calibration {
 
 /// Measures a device, writes its profile and prints the measurements.
 pub(crate) fn calibrate(args: &CalibrateArgs) -> Result<()> {
+    if let Some(measurements) = args.measurements.as_ref().filter(|path| is_same(path, &args.out)) {
+        bail!("--out and --measurements name the same file, {}; give each its own", measurements.display());
+    }
     if args.only_host {
         return host::calibrate(args);
     }
@@ -220,6 +223,17 @@ pub(crate) fn calibrate(args: &CalibrateArgs) -> Result<()> {
     profile::write(&calibration.profile, out)?;
     measurements.map_or(Ok(()), |out| calibration.measurements.write(out))?;
     calibration.measurements.page(&args.out, calibration.profile.links).print()
+}
+
+/// Whether two paths of files, which may not exist, are of one.
+fn is_same(one: &Path, other: &Path) -> bool {
+    // A path whose directory is missing is refused later.
+    let resolve = |path: &Path| {
+        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        path.canonicalize()
+            .or_else(|_| folder.canonicalize().map(|folder| folder.join(path.file_name().unwrap_or_default())))
+    };
+    matches!((resolve(one), resolve(other)), (Ok(one), Ok(other)) if one == other)
 }
 
 /// Measures a device, and its links over these numbers of ranks, possibly only them; `sim` is the one of the base profile.

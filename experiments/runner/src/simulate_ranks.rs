@@ -13,7 +13,7 @@ use clap::Args;
 use input::{Configuration, Runs};
 use model::{Group, Step};
 use serde::Serialize;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use terminal::{Cell, Column, Page, Table, command, seconds};
 use vramlab::Profile;
@@ -98,6 +98,11 @@ pub(crate) fn simulate_ranks(args: &SimulateRanksArgs) -> Result<()> {
              DIRECTORY`",
             input::WARM_UP
         );
+    }
+    let allocs: BTreeSet<&str> = measured.iter().flat_map(|run| &run.allocs).map(String::as_str).collect();
+    if !allocs.contains(args.baseline.as_str()) {
+        let allocs: Vec<&str> = allocs.into_iter().collect();
+        bail!("--baseline {}: no rank of these records has it; write one of {}", args.baseline, allocs.join(", "));
     }
     let report = report(&measured, &profile::read(args.profile.as_deref())?, &args.ranks, &args.baseline);
     if args.json { terminal::print_json(&report) } else { page(&report, args).print() }

@@ -110,7 +110,12 @@ fn records_that_cannot_be_used_are_refused() {
     let test_dir = TestDir::new();
     train(&test_dir, "single", &[]);
     let file = test_dir.write("broken.jsonl", "{\"status\": \"finished\"}\nnot JSON\n");
-    let cases: [(&[&str], &str); 3] = [
+    let measured = record();
+    let cases: [(&[&str], &str); 4] = [
+        (
+            &[&measured, "--baseline", "nope"],
+            "--baseline nope: no rank of these records has it; write one of caching, naive",
+        ),
         (&["single"], "no complete run of several ranks"),
         (&["missing.jsonl"], "missing.jsonl"),
         (&[&file], "line 2: not a JSON object"),
@@ -136,6 +141,10 @@ fn calibration_of_simulated_links_writes_them_into_the_profile() {
         "links.json",
     ];
     test_dir.run(&links).refused(2, &["--only-links needs several GPUs"]);
+    for more in [&["--only-links", "-m", "./profile.json"][..], &["--only-host", "-m", "profile.json"]] {
+        let same = ["calibrate", "--device", "sim", "--source", "a test", "-o", "profile.json"];
+        test_dir.run(&[&same, more].concat()).refused(2, &["--out and --measurements name the same file"]);
+    }
     let text = test_dir.run(&[&links[..], &["--gpus", "4"]].concat()).ok().stdout;
     assert!(text.contains("device time of all-reduces"), "{text}");
     let read =
