@@ -32,9 +32,14 @@ struct Cli {
     command: Command,
 }
 
+/// The exit codes of `run`.
+const RUN_CODES: &str = "Exit codes: 0 all runs are made, 1 a run failed (the others are made), 2 bad input, 4 the budget ended \
+                         first, 130 interrupted (143 by SIGTERM, 129 by SIGHUP; what was done is kept).";
+
 #[derive(Debug, Subcommand)]
 enum Command {
     /// Runs experiments that specs describe, and resumes where it stopped
+    #[command(after_help = RUN_CODES)]
     Run(study::RunArgs),
     /// Prints the progress of experiments, and their active runners
     Status(study::StatusArgs),

@@ -194,6 +194,11 @@ fn arguments_that_mean_nothing_are_refused() {
     }
     let help = test_dir.run(&["--help"]).ok().stdout;
     assert!(help.contains("compare") && help.contains("fit-kernels"), "{help}");
+    let help = test_dir.run(&["run", "--help"]).ok().stdout;
+    assert!(
+        ["0 all", "1 a run", "2 bad", "4 the", "130", "143", "129"].iter().all(|code| help.contains(code)),
+        "{help}"
+    );
 }
 
 /// Timings that a kernel of this cost would have given.
