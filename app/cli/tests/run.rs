@@ -341,7 +341,7 @@ fn what_was_predicted_stands_beside_what_was_measured() {
     let command = process(&test_dir, &["try", "--", "true"]);
     let ran = Ran::of(torch(&test_dir, command, "").output().unwrap());
     assert_eq!(ran.code, Some(1));
-    assert!(ran.stderr.contains("error: no process of the program used CUDA"), "{ran:#?}");
+    assert!(ran.stderr.contains("error: no PyTorch process loaded the recorder"), "{ran:#?}");
 }
 
 const MIB: u64 = 1 << 20;
