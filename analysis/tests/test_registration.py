@@ -36,7 +36,7 @@ def test_a_kind_is_registered_accepted_refused_or_not_measured() -> None:
 
 def test_times_are_of_the_largest_collectives() -> None:
     rows = registration_table({"kinds": [_kind("nccl", True)]}).splitlines()
-    assert rows[2] == "| `nccl` | 256 | yes | refused | - | - | 900, 800 | - | - | - |"
+    assert rows[2] == "| `nccl` | yes | refused | 256 | - | - | 900, 800 | - | - | - |"
 
 
 def test_memory_grows_with_communicators() -> None:

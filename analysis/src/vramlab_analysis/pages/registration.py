@@ -73,10 +73,10 @@ def registration_table(record: Mapping[str, Any]) -> str:
     body = []
     for kind in record["kinds"]:
         cells = [verdict(kind, mode) for mode in ("register", "window")]
-        cells += [_cell(sum_times(kind, *column)) for column in COLUMNS]
-        body.append([f"`{kind['kind']}`", f"{_largest_bytes(kind) / MIB:,.0f}", *cells])
+        cells += [f"{_largest_bytes(kind) / MIB:,.0f}", *(_cell(sum_times(kind, *column)) for column in COLUMNS)]
+        body.append([f"`{kind['kind']}`", *cells])
     heads = [f"{OPERATIONS[operation]}, {launch}" for operation, launch in COLUMNS]
-    return markdown(["memory", "MiB", "registers", "as a window", *heads], body, left=1)
+    return markdown(["memory", "registers", "as a window", "MiB", *heads], body, left=3)
 
 
 @table("registration")
