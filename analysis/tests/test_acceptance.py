@@ -101,6 +101,7 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Record]:
     def only(*lines: dict[str, Any]) -> None:
         path = file(tmp_path / "a.jsonl", *lines)
         monkeypatch.setattr(acceptance, "files", lambda: [path])
+        monkeypatch.setattr(acceptance, "_recorded", list)
         acceptance_list._runs.cache_clear()
 
     yield only

@@ -12,7 +12,7 @@ import pytest
 from tests.conftest import summary, write_run
 from vramlab_analysis import acceptance, pytorch_comparison
 from vramlab_analysis.experiments import load_experiment
-from vramlab_analysis.pages import any_program, inside_pytorch
+from vramlab_analysis.pages import acceptance_list, any_program, inside_pytorch
 
 
 def experiment(folder: Path, *runs: dict[str, Any]) -> Path:
@@ -135,6 +135,55 @@ def test_runs_of_the_acceptance_spec_are_judged_as_those_of_files(tmp_path: Path
     assert runs.ratio("ddp", "remap") == 3.0
     assert runs.machines[0]["gpu"] == "NVIDIA H200"
     assert runs.machines[0]["torch"] == "2.11"
+
+
+def test_repeats_add_to_the_runs_of_their_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def job(alloc: str, loss: float, repeat: int) -> dict[str, Any]:
+        result = {"lines": [line(0, loss), line(1, 2.0)], "tolerance": 0.0}
+        meta = {"repeat": repeat}
+        return {"program": "acceptance-job", "of": "ddp", "alloc": alloc, "result": result, "meta": meta}
+
+    def counted(alloc: str, *losses: float) -> list[dict[str, Any]]:
+        return [job(alloc, loss, repeat) for repeat, loss in enumerate(losses)]
+
+    label = tmp_path / "2026-11-28-h200"
+    experiment(label / "acceptance-2", *counted("native", 1.0, 1.0), *counted("remap", 1.25))
+    monkeypatch.setenv("RESULTS", str(tmp_path))
+    monkeypatch.setattr(acceptance, "files", list)
+    alone = acceptance.load()
+    assert alone.differences("ddp", "remap") == ["losses differ by 2.0e-01"]
+    assert acceptance.repeats().runs == []
+    again = [*counted("native", 1.0, 1.0, 1.25), *counted("remap", 1.0, 1.25, 1.25, 1.5)]
+    experiment(label / "acceptance-repeats", *again)
+    runs = acceptance.load()
+    assert [len(runs.of("ddp", arm)) for arm in ("native", "remap")] == [5, 5]
+    assert runs.differences("ddp", "remap") == [], "native's own losses differ as much"
+    assert acceptance_list.repeats().splitlines()[2:] == [
+        "| `ddp` | `native` | 3 | 1 | – | 2.0e-01 |",
+        "| `ddp` | `remap` | 4 | 3 | 2 | 3.3e-01 |",
+    ]
+    assert acceptance_list.again() == {"native": {"runs": 3, "other": 1}, "remap": {"runs": 4, "other": 3}}
+
+
+def test_recorders_are_compared_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(program: str, recorder: str, *ms: float, **more: Any) -> dict[str, Any]:
+        result = {"gpu": "NVIDIA H200", "turn_ms": [*ms], **more}
+        return {"program": program, "recorder": recorder, "result": result, "meta": {"program": "inside"}}
+
+    runs = []
+    for program in ("gpt2", "resnet50", "events"):
+        # The machine becomes half as fast: turns tell that from the recorder.
+        runs.append(run(program, "none", 1.0, 1.0, 2.0, 2.0, 2.0))
+        runs += [run(program, recorder, 1.5, 1.5, 3.0, 3.0, 3.0) for recorder in list(inside_pytorch.RECORDERS)[1:]]
+        runs.append(run(program, "own", 1.0, 1.0, 2.0, 2.5, 2.5, events=10, bytes=2_000_000))
+    monkeypatch.setenv("RESULTS", str(tmp_path))
+    experiment(tmp_path / "2026-11-28-h200" / "inside-recording", *runs)
+    first, second, *_ = inside_pytorch.recorders().splitlines()[2:]
+    assert first.endswith(" | 1.000 (1.000 to 1.250) |")
+    assert second.endswith(" | 1.500 (1.500 to 1.500) |")
+    values = inside_pytorch.recording()
+    assert values["gpt2.own"] == {"step": 1.0, "turns": 5, "events": 10, "mb": 2.0}
+    assert (values["gpu"], values["build"]) == ("NVIDIA H200", "abcdef01")
 
 
 def test_checks_and_costs_are_read_from_their_specs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

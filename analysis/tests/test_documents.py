@@ -330,10 +330,8 @@ def test_runs_of_other_work_are_refused(monkeypatch: pytest.MonkeyPatch) -> None
         readme_figure.under_the_profiler("naive", other, timeline.window(capture).length)
 
 
-def test_passes_of_an_experiment_have_the_settings_of_the_older_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = write_experiment(tmp_path / "expandable-steps", [], name="expandable-steps")
+def test_passes_are_read_by_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_experiment(tmp_path / "2026-12-01-h200" / "expandable-steps", [], name="expandable-steps")
     for number, alloc in enumerate(("native", "expandable")):
         run = folder / "runs" / f"{number:02}"
         run.mkdir(parents=True)
@@ -341,7 +339,7 @@ def test_passes_of_an_experiment_have_the_settings_of_the_older_record(
                 "status": "done", "options": {"program": "passes", "alloc": alloc}}  # fmt: skip
         (run / "run.json").write_text(json.dumps(meta))
         (run / "result.json").write_text(json.dumps({"rows": [[0, 2, 128, 5.0, number]]}))
-    monkeypatch.setattr(replays, "kept", lambda name: [tmp_path / name])
+    monkeypatch.setenv("RESULTS", str(tmp_path))
     assert replays._expandable_runs() == {"default": [[[0, 2, 128, 5.0, 0]]], "expandable": [[[0, 2, 128, 5.0, 1]]]}
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import lzma
 import shutil
 import subprocess
 import tarfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -198,9 +196,6 @@ def test_results_of_replays_are_there() -> None:
 # Runs of programs under several allocators: which count, what is compared with what, and what is refused.
 
 
-Write = Callable[..., Path]
-
-
 def run(part: str, program: str, arm: str, **facts: Any) -> dict[str, Any]:
     number = facts.get("repeat", 0)
     limit = f" at {facts['over_active']:g}" if "over_active" in facts else ""
@@ -208,22 +203,11 @@ def run(part: str, program: str, arm: str, **facts: Any) -> dict[str, Any]:
     return base | {"status": "ok", "losses": ["3f800000"]} | facts
 
 
-@pytest.fixture
-def written(tmp_path: Path) -> Write:
-    def write(*records: dict[str, Any]) -> Path:
-        path = tmp_path / "2026-11-24-h200-inside.jsonl.xz"
-        with lzma.open(path, "wt") as file:
-            file.writelines(json.dumps(record) + "\n" for record in records)
-        return path
-
-    return write
-
-
-def test_of_a_run_made_twice_the_last_counts(written: Write) -> None:
+def test_of_a_run_made_twice_the_last_counts() -> None:
     machine = {"kind": "machine", "gpu": "NVIDIA H200", "driver": "580", "torch": "2.11.0"}
     first, second = (run("timed", "gpt2", "native", ms=ms) for ms in (60.0, 58.0))
     broken = run("smoke", "gpt2", "remap", status="failed")
-    runs = inside.load(written(machine, first, machine, second, broken))
+    runs = inside.joined([machine, first, machine, second, broken])
     assert [one["ms"] for one in runs.of("timed")] == [58.0]
     assert runs.of("smoke") == []
     assert len(runs.runs) == 2
@@ -234,11 +218,6 @@ def session(records: list[dict[str, Any]]) -> inside.Runs:
     """Runs of one session."""
     records = [record | {"session": "one"} for record in records]
     return inside.Runs(runs=records, every=records)
-
-
-def test_line_that_is_not_a_run_is_refused_by_its_number(written: Write) -> None:
-    with pytest.raises(AnalysisError, match="line 2: not a run of a campaign"):
-        inside.load(written(run("timed", "gpt2", "native"), {"program": "gpt2"}))
 
 
 def test_missing_results_have_no_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

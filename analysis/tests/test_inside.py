@@ -24,17 +24,10 @@ def run(part: str, arm: str, repeat: int, **told: Any) -> dict[str, Any]:
             "status": "ok", **told}  # fmt: skip
 
 
-def file(path: Path, *lines: dict[str, Any]) -> Path:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
-
-
-def test_an_arm_is_compared_with_native_of_its_own_session(tmp_path: Path) -> None:
+def test_an_arm_is_compared_with_native_of_its_own_session() -> None:
     old = [run("timed", arm, repeat, ms=ms) for repeat in (0, 1) for arm, ms in (("native", 10.0), ("caching", 11.0))]
     new = [run("timed", arm, repeat, ms=ms) for repeat in (0, 1) for arm, ms in (("native", 20.0), ("remap", 30.0))]
-    runs = inside.load(
-        file(tmp_path / "a.jsonl", machine("one"), *old), file(tmp_path / "b.jsonl", machine("two"), *new)
-    )
+    runs = inside.joined([machine("one"), *old, machine("two"), *new])
     assert [one["ms"] for one in runs.of("timed", arm="native")] == [20.0, 20.0]
     # A ratio over the newest native would be 0.55.
     caching, remap = (inside.ratio(runs, "timed", "gpt2", arm) for arm in ("caching", "remap"))
@@ -45,18 +38,17 @@ def test_an_arm_is_compared_with_native_of_its_own_session(tmp_path: Path) -> No
     assert inside.driver(runs.machines[0]) == "580.1"
 
 
-def test_session_spans_calls_and_its_last_run_counts(tmp_path: Path) -> None:
-    one = file(
-        tmp_path / "a.jsonl", machine("one"), run("timed", "native", 0, ms=10.0), machine("one"),
+def test_session_spans_calls_and_its_last_run_counts() -> None:
+    runs = inside.joined([
+        machine("one"), run("timed", "native", 0, ms=10.0), machine("one"),
         run("timed", "native", 0, ms=12.0), run("timed", "native", 1, ms=13.0), machine("one", host="b"),
         run("empty", "native", 0, ns=[1.0]),
-    )  # fmt: skip
-    runs = inside.load(one)
+    ])  # fmt: skip
     assert [one["ms"] for one in runs.of("timed")] == [12.0, 13.0]
     assert len({one["session"] for one in runs.runs}) == 2
 
 
-def test_machines_of_one_build_are_joined_and_each_compares_with_itself(tmp_path: Path) -> None:
+def test_machines_of_one_build_are_joined_and_each_compares_with_itself() -> None:
     within = {"over_active": 1.1, "limit": 110, "stats": {}}
     lines = []
     # The second machine is half as fast. The third has no native.
@@ -66,7 +58,7 @@ def test_machines_of_one_build_are_joined_and_each_compares_with_itself(tmp_path
         times = [3 * ms, ms, ms, ms]
         lines += [run("timed", "remap", 0, ms=1.1 * ms), run("curve", "remap", 0, ms=ms, device_ms=times, **within)]
     lines = [one for one in lines if one.get("ms") != 99.0 or one["arm"] == "remap"]
-    runs = inside.load(file(tmp_path / "a.jsonl", *lines))
+    runs = inside.joined(lines)
     assert len(runs.of("timed", arm="remap")) == 3
     assert inside.ratio(runs, "timed", "gpt2", "remap") == pytest.approx((1.1, 1.1, 1.1))
     assert inside.over_unlimited(runs, "gpt2", "remap") == {1.1: 1.0}
@@ -76,39 +68,39 @@ def test_machines_of_one_build_are_joined_and_each_compares_with_itself(tmp_path
     assert inside.slowest_step(runs, "gpt2", "remap") == 3.0
 
 
-def test_run_beyond_its_limit_is_left_out_of_the_curve(tmp_path: Path) -> None:
+def test_run_beyond_its_limit_is_left_out_of_the_curve() -> None:
     held = {"stats": {"reserved_bytes.all.peak": 110}}
     lines = [run("curve", "native", 0, ms=10.0, stats={})]
     lines += [run("curve", "remap", 0, over_active=1.1, limit=110, ms=11.0, **held)]
     lines += [run("curve", "stream-ordered", 0, over_active=1.0, limit=100, ms=10.0, **held)]
     lines += [run("curve", "remap", 0, over_active=1.0, limit=100, status="oom", stats={})]
-    runs = inside.load(file(tmp_path / "a.jsonl", machine("one"), *lines))
+    runs = inside.joined([machine("one"), *lines])
     assert inside.curve(runs, "gpt2", "remap") == [inside.Point(1.0, None), inside.Point(1.1, 11.0)]
     assert inside.over_unlimited(runs, "gpt2", "remap") == {1.1: 1.1}
     assert inside.curve(runs, "gpt2", "stream-ordered") == []
 
 
-def test_first_steps_count_in_the_mean_and_not_in_the_settled_step(tmp_path: Path) -> None:
+def test_first_steps_count_in_the_mean_and_not_in_the_settled_step() -> None:
     lines = [run("curve", "native", 0, ms=10.0, device_ms=[12.0, 10.0, 10.0, 10.0], stats={})]
     some = {"over_active": 1.01, "limit": 101, "ms": 10.0, "stats": {}}
     lines += [run("curve", "remap", repeat, device_ms=[20.0, 30.0, 10.0, 10.0], **some) for repeat in (0, 1)]
-    runs = inside.load(file(tmp_path / "a.jsonl", machine("one"), *lines))
+    runs = inside.joined([machine("one"), *lines])
     there = inside.within(runs, "gpt2", "remap", 1.01)
     assert (there.steps, there.runs, there.first, there.settled) == (4, 2, [2.0, 3.0], 1.0)
     assert there.mean == pytest.approx(70 / 42)
     with pytest.raises(AnalysisError, match="no steps"):
         inside.within(runs, "gpt2", "remap", 1.1)
     lines += [run("curve", "remap", 2, device_ms=[10.0], **some)]
-    runs = inside.load(file(tmp_path / "b.jsonl", machine("one"), *lines))
+    runs = inside.joined([machine("one"), *lines])
     with pytest.raises(AnalysisError, match="different numbers of steps"):
         inside.within(runs, "gpt2", "remap", 1.01)
 
 
-def test_a_limit_in_which_one_of_several_runs_had_no_memory_is_not_enough(tmp_path: Path) -> None:
+def test_a_limit_in_which_one_of_several_runs_had_no_memory_is_not_enough() -> None:
     within = {"over_active": 1.0, "limit": 100, "stats": {}}
     lines = [run("curve", "remap", repeat, ms=10.0 + repeat, **{**within, "over_active": 1.1}) for repeat in range(3)]
     lines += [run("curve", "remap", 0, ms=10.0, **within), run("curve", "remap", 1, status="oom", **within)]
-    runs = inside.load(file(tmp_path / "a.jsonl", machine("one"), *lines))
+    runs = inside.joined([machine("one"), *lines])
     assert inside.curve(runs, "gpt2", "remap") == [inside.Point(1.0, None), inside.Point(1.1, 11.0)]
 
 
@@ -121,13 +113,7 @@ def test_a_build_with_changed_sources_is_called_dirty() -> None:
     assert inside.build({"kind": "machine"}) == "unknown"
 
 
-def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
-    path = file(tmp_path / "a.jsonl", {"kind": "machine"}, {"id": "of something else"})
-    with pytest.raises(AnalysisError, match=r"a\.jsonl: line 2"):
-        inside.load(path)
-
-
-def test_an_experiment_has_the_runs_of_an_older_record(tmp_path: Path) -> None:
+def test_an_experiment_has_its_runs_and_machines(tmp_path: Path) -> None:
     folder = write_experiment(tmp_path / "inside-steps", [], name="inside-steps")
     planned = [("gpt2", "native", 0, "done"), ("varying", "remap", 1, "done"), ("gpt2", "bfc", 0, "failed")]
     for number, (program, arm, repeat, status) in enumerate(planned):

@@ -1,4 +1,4 @@
-"""Runs of the acceptance list (specs `acceptance` and `acceptance-2`), compared with PyTorch's own allocator.
+"""Runs of the acceptance list (specs `acceptance…`), compared with PyTorch's own allocator.
 
 Older records are files of JSON lines: facts of the machine for each call, then one record per run.
 """
@@ -89,7 +89,7 @@ def peak_reserved(record: Record) -> int | None:
 
 @dataclass
 class Runs:
-    """The runs of all recorded lists. For each program the newest file counts."""
+    """The runs of all recorded lists. For each program the newest list counts, and its repeats."""
 
     machines: list[Record] = field(default_factory=list)
     runs: list[Record] = field(default_factory=list)
@@ -130,7 +130,8 @@ class Runs:
 def _recorded() -> list[Experiment]:
     """The newest results of the specs, those that are there."""
     labels = experiments.labels()
-    there = (spec for spec in SPECS if any(experiments.holds_experiment(label / spec) for label in labels))
+    specs = (*SPECS, REPEATS)
+    there = (spec for spec in specs if any(experiments.holds_experiment(label / spec) for label in labels))
     return [experiments.results(spec, "gpu") for spec in there]
 
 
@@ -140,6 +141,8 @@ def files() -> list[Path]:
 
 
 SPECS = ("acceptance", "acceptance-2")
+# More runs of some programs of these.
+REPEATS = "acceptance-repeats"
 # The catalogue's names of the programs that need two GPUs.
 TWO_GPUS = ("acceptance-two", "acceptance-job")
 # The beginnings of the runner's errors about a run that exceeded its time, and about one that left processes.
@@ -181,6 +184,16 @@ def of_experiment(experiment: Experiment) -> Runs:
     return found
 
 
+def repeats() -> Runs:
+    """The runs of the spec that repeats programs whose losses differed once; none if it has no results."""
+    return next((of_experiment(one) for one in _recorded() if one.name == REPEATS), Runs())
+
+
+def losses(record: Record) -> tuple[tuple[float | str, ...], ...]:
+    """The losses of each process of a run."""
+    return tuple(tuple(rank.get("losses", [])) for rank in record["ranks"])
+
+
 def load(*paths: Path) -> Runs:
     """The runs of some files, the newest last, or of all that are recorded, those of the specs included.
 
@@ -207,9 +220,9 @@ def load(*paths: Path) -> Runs:
     for experiment in () if paths else _recorded():
         newer = of_experiment(experiment)
         found.machines += newer.machines
+        if experiment.name != REPEATS:
+            programs |= {run["program"]: {} for run in newer.runs}
         for run in newer.runs:
-            programs[run["program"]] = {}
-        for run in newer.runs:
-            programs[run["program"]][run["id"]] = run
+            programs.setdefault(run["program"], {})[f"{experiment.name}: {run['id']}"] = run
     found.runs = [run for runs in programs.values() for run in runs.values()]
     return found

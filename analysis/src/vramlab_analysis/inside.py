@@ -1,8 +1,4 @@
-"""Runs of PyTorch programs under its own allocators and ours, recorded by the specs `inside-*`.
-
-Older records are files of JSON lines, compressed with xz: facts of the machine, then one record per run. Several calls
-of one campaign may have written a file, each with a line of the machine.
-"""
+"""Runs of PyTorch programs under its own allocators and ours, recorded by the specs `inside-*`."""
 
 from __future__ import annotations
 
@@ -16,8 +12,8 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from vramlab_analysis import experiments, repository, style
-from vramlab_analysis.errors import AnalysisError, read_json_lines
+from vramlab_analysis import experiments, style
+from vramlab_analysis.errors import AnalysisError
 from vramlab_analysis.experiments import Entry
 
 MIB = 2**20
@@ -47,7 +43,7 @@ PROGRAMS = {
 }
 # A step within this share of the settled one is settled itself.
 SETTLED = 0.1
-# The specs with their parts in older records.
+# The specs with the names of their runs here.
 PARTS = {
     "inside-start": "smoke",
     "inside-calls": "empty",
@@ -124,22 +120,19 @@ def build(machine: dict[str, Any]) -> str:
 
 
 def files() -> list[Path]:
-    """Recorded runs, the newest last: older files, then experiments."""
-    return [*repository.listing().files("inside.jsonl"), *(path for spec in PARTS for path in experiments.kept(spec))]
+    """The recorded experiments, the newest of each spec last."""
+    return [path for spec in PARTS for path in experiments.kept(spec)]
 
 
-def _lines(path: Path) -> Iterable[tuple[str, Any]]:
-    """The records of a file or of an experiment, each with its place; a machine's come after its own."""
-    if not path.is_dir():
-        yield from ((f"{path}: line {number}", one) for number, one in enumerate(read_json_lines(path), 1))
-        return
-    experiment = experiments.load_experiment(path)
+def _records(folder: Path) -> Iterable[dict[str, Any]]:
+    """The runs of an experiment in the order in which they began, each machine before its own."""
+    experiment = experiments.load_experiment(folder)
     part, last = PARTS[experiment.name], None
     for entry in sorted(experiment.runs, key=lambda entry: str(entry.meta["started_at"])):
         if entry.done and (machine := _machine(entry)) != last:
             last = machine
-            yield str(path), machine
-        yield str(entry.path), _run(entry, part)
+            yield machine
+        yield _run(entry, part)
 
 
 def _machine(entry: Entry) -> dict[str, Any]:
@@ -157,7 +150,7 @@ def _machine(entry: Entry) -> dict[str, Any]:
 
 
 def _run(entry: Entry, part: str) -> dict[str, Any]:
-    """A run of an experiment as in older records."""
+    """A run of an experiment."""
     options = entry.options
     program, arm, limit = options["program"], options["alloc"], options.get("limit-over-active")
     part = "latency" if options.get("latency") else "passes" if (part, program) == ("timed", "varying") else part
@@ -170,30 +163,29 @@ def _run(entry: Entry, part: str) -> dict[str, Any]:
     return result | named | {"status": "oom" if result["oom"] else "ok"}
 
 
-def load(*paths: Path) -> Runs:
-    """The runs of some files and experiments, the newest last, or of all that are recorded.
+def load(*folders: Path) -> Runs:
+    """The runs of some experiments, the newest last, or of all that are recorded."""
+    return joined(record for folder in folders or files() for record in _records(folder))
 
-    Each run has the number of its `call` (an index of `machines`), its `session` and its `build`. Of runs
-    that a session repeated, the last counts.
 
-    Raises AnalysisError when a file is not a record of a campaign.
+def joined(records: Iterable[dict[str, Any]]) -> Runs:
+    """Runs, the newest last, each machine before its own.
+
+    Each run gets the number of its `call` (an index of `machines`), its `session` and its `build`. Of runs that a
+    session repeated, the last counts.
     """
     found = Runs()
     by_id: dict[tuple[Any, str], dict[str, Any]] = {}
-    for path in paths or files():
-        call: int | None = None
-        session: tuple[Any, ...] = (str(path),)
-        for place, one in _lines(path):
-            if isinstance(one, dict) and one.get("kind") == "machine":
-                call = len(found.machines)
-                found.machines.append(one)
-                session = (one.get("gpu"), (one.get("provenance") or {}).get("host_hash"), one.get("build"))
-            elif isinstance(one, dict) and {"id", "part", "program", "arm", "status"} <= one.keys():
-                build = found.machines[call].get("build") if call is not None else None
-                by_id.pop((session, one["id"]), None)
-                by_id[session, one["id"]] = one | {"build": build, "call": call, "session": session}
-            else:
-                raise AnalysisError(f"{place}: not a run of a campaign.")
+    session: tuple[Any, ...] = ()
+    for one in records:
+        if one.get("kind") == "machine":
+            found.machines.append(one)
+            session = (one.get("gpu"), (one.get("provenance") or {}).get("host_hash"), one.get("build"))
+        else:
+            by_id.pop((session, one["id"]), None)
+            call = len(found.machines) - 1
+            build = found.machines[call].get("build")
+            by_id[session, one["id"]] = one | {"build": build, "call": call, "session": session}
     found.every = list(by_id.values())
     newest = {(run["part"], run["program"], run["arm"]): _kind(run) for run in found.every}
     found.runs = [run for run in found.every if newest[run["part"], run["program"], run["arm"]] == _kind(run)]
@@ -479,7 +471,7 @@ def draw_curves(runs: Runs, programs: Sequence[str]) -> Figure:
 
 def draw_coverage(runs: Runs) -> Figure:
     """The number of runs of each program and allocator."""
-    programs = [*PROGRAMS, "usual", "checks", "empty"]
+    programs = [*PROGRAMS, "usual", "empty"]
     counts = np.zeros((len(programs), len(ARMS)), dtype=int)
     for row, program in enumerate(programs):
         for column, arm in enumerate(ARMS):

@@ -103,6 +103,44 @@ def differences() -> str:
     return markdown(head, body, left=5)
 
 
+def _usual(runs: acceptance.Runs, program: str) -> Any:
+    """The losses that most of native's runs of a program have."""
+    return Counter(map(acceptance.losses, runs.of(program, acceptance.NATIVE))).most_common(1)[0][0]
+
+
+@table("acceptance-repeats")
+def repeats() -> str:
+    """Programs whose losses differed in a single run, repeated under native and other allocators."""
+    runs = acceptance.repeats()
+    body = []
+    for program in runs.programs(2):
+        natives = runs.of(program, acceptance.NATIVE)
+        usual, seen = _usual(runs, program), set(map(acceptance.losses, natives))
+        for arm in runs.arms(2):
+            some = runs.of(program, arm)
+            found = [acceptance.losses(run) for run in some]
+            other = [one for one in found if one != usual]
+            most = max(acceptance.loss_difference(run, base) for run in some for base in natives)
+            body.append([
+                f"`{program}`", _head(arm), f"{len(found)}", f"{len(other)}",
+                f"{sum(one in seen for one in other)}" if arm != acceptance.NATIVE else "–", f"{most:.1e}",
+            ])  # fmt: skip
+    head = ["program", "allocator", "runs", "with other losses", "of these, also under native", "largest difference"]
+    return markdown(head, body, left=2)
+
+
+@group("acceptance-repeats")
+def again() -> Mapping[str, Any]:
+    """By arm: `runs` of the programs that were repeated, and those with `other` losses than most of native's."""
+    runs = acceptance.repeats()
+    values: dict[str, Any] = {}
+    for run in runs.runs:
+        counts = values.setdefault(run["arm"], {"runs": 0, "other": 0})
+        counts["runs"] += 1
+        counts["other"] += acceptance.losses(run) != _usual(runs, run["program"])
+    return values
+
+
 @group("acceptance")
 def counts() -> Mapping[str, Any]:
     """Programs, runs under other allocators than native and differences by the number of GPUs, `1` and `2`; runs of

@@ -1,4 +1,4 @@
-"""Values and tables of runs inside PyTorch: the campaign, the checks, PyTorch's own tests, RMM, Nsight Systems."""
+"""Values and tables of runs inside PyTorch: the specs `inside-…`, PyTorch's own tests, RMM, Nsight Systems."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
+import numpy as np
+
 from vramlab_analysis import experiments, inside, repository, truth
 from vramlab_analysis.errors import AnalysisError
 from vramlab_analysis.pages.cells import dates, listed, span
@@ -16,8 +18,6 @@ from vramlab_analysis.pages.registry import GROUPS, group, markdown, table
 
 MIB = 2**20
 LOGS = "experiments/notes/inside-logs.tar.xz"
-# The check that times a call; no allocator fails it.
-SPEED = "speed"
 # Programs and allocators of the documents' tables.
 PROGRAMS = ("gpt2", "resnet50")
 # Limits over active memory that count as tight, and the aim for a step there over native's without a limit.
@@ -205,26 +205,55 @@ def _verdict(low: float, high: float, bar: float) -> str:
     return "slower" if low > bar else "faster" if high < 1 else "no difference shown"
 
 
-@table("checks")
-def checks() -> str:
-    """The checks of an allocator under PyTorch, without the one that times a call."""
-    lines = {
-        run["arm"]: [check.split() for check in run["checks"] if f" {SPEED} " not in check]
-        for run in inside.load().every
-        if run["part"] == "checks"
-    }
-    bits = {arm: words[3] for arm, some in lines.items() for words in some if words[:2] == ["PASS", "training_bits"]}
-    body = []
-    for arm in sorted(lines, key=list(inside.ARMS).index):
-        failed = [
-            f"`{words[1]}`{' (no memory)' if 'OutOfMemoryError:' in words else ''}"
-            for words in lines[arm]
-            if words[0] == "FAIL"
-        ]
-        same = "not known" if arm not in bits else "yes" if bits[arm] == bits["native"] else "no"
-        passed = f"{sum(words[0] == 'PASS' for words in lines[arm])} of {len(lines[arm])}"
-        body.append([f"`{arm}`", passed, ", ".join(failed) or "none", same])
-    return markdown(["allocator", "passes", "fails", "trains to native's bits"], body)
+# Recorders of the spec `inside-recording` in words.
+RECORDERS = {
+    "own": "VramLab's, frames of allocations",
+    "own-none": "VramLab's, no frames",
+    "pytorch-none": "PyTorch's, no frames",
+    "pytorch-alloc": "PyTorch's, frames of allocations",
+    "pytorch-all": "PyTorch's, frames of all events",
+}
+
+
+def _recorders() -> dict[tuple[str, str], dict[str, Any]]:
+    """The results of `inside-recording` by program and recorder."""
+    runs = experiments.results("inside-recording", "gpu").select()
+    return {(run.options["program"], run.options["recorder"]): run.result for run in runs}
+
+
+def _over_unrecorded(found: Mapping[tuple[str, str], dict[str, Any]], program: str, recorder: str) -> list[float]:
+    """Step times over those without a recorder in the same turn."""
+    turns, base = (found[program, name]["turn_ms"] for name in (recorder, "none"))
+    return [ms / without for ms, without in zip(turns, base, strict=True)]
+
+
+@table("recorders")
+def recorders() -> str:
+    """Step times of recorded programs over those without a recorder: medians with quartiles."""
+    found, body = _recorders(), []
+    for recorder, words in RECORDERS.items():
+        row = [words]
+        for program in (*PROGRAMS, "events"):
+            low, middle, high = np.quantile(_over_unrecorded(found, program, recorder), (0.25, 0.5, 0.75))
+            row.append(f"{middle:.3f} ({low:.3f} to {high:.3f})")
+        body.append(row)
+    head = ["recorder", *(f"{inside.PROGRAMS[program]}: step" for program in PROGRAMS), "a loop of allocations"]
+    return markdown(head, body)
+
+
+@group("recorders")
+def recording() -> Mapping[str, Any]:
+    """Facts of the spec `inside-recording`: by program and recorder the median ratio of a step, `step`, the events of
+    a recording and its MB; machine, build and day."""
+    found, values = _recorders(), {}
+    for (program, recorder), result in found.items():
+        ratio = statistics.median(_over_unrecorded(found, program, recorder))
+        size = {"events": result["events"], "mb": result["bytes"] / 1e6} if "events" in result else {}
+        values[f"{program}.{recorder}"] = {"step": ratio, "turns": len(result["turn_ms"]), **size}
+    entry = experiments.results("inside-recording", "gpu").select()[0]
+    origin = entry.meta["provenance"]
+    facts = {"gpu": entry.result["gpu"], "driver": origin["driver_release"], "build": origin["git_commit"][:8]}
+    return values | facts | {"day": entry.meta["started_at"][:10]}
 
 
 def _outcomes() -> Iterator[tuple[str, str, str]]:

@@ -10,7 +10,7 @@ from typing import Any
 import polars as pl
 
 from vramlab_analysis.errors import AnalysisError, read_json
-from vramlab_analysis.experiments import Experiment, kept, load_experiment, newest, results
+from vramlab_analysis.experiments import Experiment, newest, results
 from vramlab_analysis.measures import medians
 from vramlab_analysis.pages.cells import span
 from vramlab_analysis.pages.registry import group, markdown, table
@@ -209,16 +209,10 @@ def instruments() -> Mapping[str, Any]:
 
 
 def _expandable_runs() -> dict[str, list[list[Any]]]:
-    """The rows (pass, …, ms, growth of memory) of each process, by setting: of the spec `expandable-steps`, or of the
-    older record."""
+    """The rows (pass, …, ms, growth of memory) of each process of the spec `expandable-steps`, by setting."""
     runs: dict[str, list[list[Any]]] = {}
-    if experiments := kept("expandable-steps"):
-        for entry in load_experiment(experiments[-1]).select():
-            setting = entry.options["alloc"].replace("native", "default")
-            runs.setdefault(setting, []).append(entry.result["rows"])
-    else:
-        for run in read_json(newest("expandable-steps.json"))["runs"]:
-            runs.setdefault(run["setting"], []).append(run["rows"])
+    for entry in results("expandable-steps", "gpu").select():
+        runs.setdefault(entry.options["alloc"].replace("native", "default"), []).append(entry.result["rows"])
     return runs
 
 
