@@ -204,8 +204,7 @@ impl Memory {
                 self.free(addr);
             }
             Action::SegmentAlloc | Action::SegmentMap if bytes > 0 => {
-                let expandable = event.action == Action::SegmentMap;
-                let small = self.rules.is_small_segment(addr, bytes, expandable);
+                let (small, expandable) = self.rules.kind(addr, bytes, event.action == Action::SegmentMap);
                 self.reserve(addr, Segment { bytes, stream, small, expandable })?;
             }
             Action::SegmentFree | Action::SegmentUnmap => self.release(addr, bytes),

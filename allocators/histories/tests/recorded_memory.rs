@@ -51,6 +51,7 @@ fn main() -> ExitCode {
         }
     }
     tests.push(trial("initial_state_is_inferred_from_the_end", None, initial_state_is_inferred_from_the_end));
+    tests.push(trial("mapped_memory_is_of_the_pool_that_the_end_shows", None, mapped_memory_is_of_the_pool_of_the_end));
     trials::run(tests)
 }
 
@@ -260,4 +261,24 @@ fn initial_state_is_inferred_from_the_end() {
     assert_eq!(inferred.totals().reserved, late.summary.segments.iter().map(|segment| segment.total_size).sum::<u64>());
     let peaks = |history: &History| history.levels.peaks(&history.summary).unwrap();
     assert_eq!(peaks(&late).reserved, peaks(&complete).reserved);
+}
+
+/// An allocator that stitches memory maps segments of any size, which are not expandable.
+fn mapped_memory_is_of_the_pool_of_the_end() {
+    const MIB: u64 = 1 << 20;
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../experiments/histories/resnet50.pickle.xz");
+    let mut history = History::read(&path, &facts(&path).unwrap(), 0);
+    let end = history.summary.segments.iter().find(|segment| segment.total_size >= 12 * MIB).unwrap().clone();
+    history.summary.segments = vec![Segment { total_size: 12 * MIB, is_expandable: false, blocks: Vec::new(), ..end }];
+    let address = history.summary.segments[0].address;
+    let event = history.events.walk(0).find(|(_, event, _)| event.action == Action::SegmentAlloc).unwrap().1;
+    let mapped = |addr| RecordedEvent { action: Action::SegmentMap, addr, bytes: 12 * MIB, ..event };
+    let rules = Rules::new(&history.summary, history.device, &history.settings);
+    let mut memory = Memory::beginning(rules, &InitialState::default(), &Budget::default()).unwrap();
+    // The second range is gone at the end, so its size tells: PyTorch maps multiples of 20 MiB for large requests.
+    for (index, addr) in [address, address + (1 << 40)].into_iter().enumerate() {
+        memory.apply(&mapped(addr), u32::try_from(index).unwrap(), true).unwrap();
+    }
+    let kinds: Vec<_> = memory.segments().values().map(|segment| (segment.small, segment.expandable)).collect();
+    assert_eq!(kinds, [(false, false), (true, true)]);
 }

@@ -91,10 +91,9 @@ impl InitialState {
                 }
                 Action::SegmentAlloc | Action::SegmentMap if bytes > 0 => made.insert(addr, addr + bytes),
                 Action::SegmentFree | Action::SegmentUnmap if bytes > 0 => {
-                    let expandable = event.action == Action::SegmentUnmap;
                     for (addr, end) in made.missing(addr, addr + bytes) {
                         let bytes = end - addr;
-                        let small = rules.is_small_segment(addr, bytes, expandable);
+                        let (small, expandable) = rules.kind(addr, bytes, event.action == Action::SegmentUnmap);
                         let segment = Segment { bytes, stream, small, expandable };
                         out.segments.push(InitialSegment { addr, segment, at_end: false });
                     }

@@ -14,8 +14,8 @@ pub struct Rules {
     /// How PyTorch rounds a request; `None` for recordings of other allocators, whose blocks have the requested size.
     size: Option<Size>,
     split: Split,
-    /// Expandable segments at the end: start, end, and whether they serve small requests.
-    expandable: Arc<[(u64, u64, bool)]>,
+    /// Segments at the end: start, end, whether they serve small requests, and whether they are expandable.
+    at_end: Arc<[(u64, u64, bool, bool)]>,
 }
 
 impl Rules {
@@ -26,24 +26,27 @@ impl Rules {
             max_split: settings.max_split_size.unwrap_or(u64::MAX),
             max_non_split_rounding: settings.max_non_split_rounding,
         };
-        Self { size: Some(Size::Torch(settings.roundup_power2_divisions)), split, expandable: Arc::default() }
+        Self { size: Some(Size::Torch(settings.roundup_power2_divisions)), split, at_end: Arc::default() }
     }
 
     /// The rules for a GPU's recording.
     #[must_use]
     pub fn new(summary: &Summary, device: u16, settings: &CachingSettings) -> Self {
         let ending = summary.ending().unwrap_or_default().iter();
-        let mut expandable: Vec<(u64, u64, bool)> = ending
-            .filter(|segment| segment.device == device && segment.is_expandable)
-            .map(|segment| (segment.address, segment.end(), segment.segment_type == PoolKind::Small))
+        let mut at_end: Vec<(u64, u64, bool, bool)> = ending
+            .filter(|segment| segment.device == device)
+            .map(|segment| {
+                let small = segment.segment_type == PoolKind::Small;
+                (segment.address, segment.end(), small, segment.is_expandable)
+            })
             .collect();
-        expandable.sort_unstable();
+        at_end.sort_unstable();
         let rules = if summary.format.is_snapshot() {
             Self::pytorch(settings)
         } else {
-            Self { size: None, split: Split::Always, expandable: Arc::default() }
+            Self { size: None, split: Split::Always, at_end: Arc::default() }
         };
-        Self { expandable: expandable.into(), ..rules }
+        Self { at_end: at_end.into(), ..rules }
     }
 
     /// The size of the block for a request.
@@ -71,16 +74,16 @@ impl Rules {
         self.split.cuts(Some(if small { PoolKind::Small } else { PoolKind::Large }), rounded, size)
     }
 
-    /// Whether a new segment serves small requests. For mapped ranges of an expandable segment the end shows it, if they still
-    /// exist. O(log n) in those.
-    pub(super) fn is_small_segment(&self, addr: u64, bytes: u64, mapped: bool) -> bool {
+    /// Whether a new segment serves small requests, and whether it is expandable. Of mapped memory the end shows both, if it still
+    /// exists: allocators that stitch memory map segments that are not expandable. O(log n) in the segments at the end.
+    pub(super) fn kind(&self, addr: u64, bytes: u64, mapped: bool) -> (bool, bool) {
         if !mapped {
-            return bytes == SMALL_SEGMENT;
+            return (bytes == SMALL_SEGMENT, false);
         }
-        let before = self.expandable.partition_point(|(start, _, _)| *start <= addr);
-        let known = before.checked_sub(1).map(|at| self.expandable[at]).filter(|(_, end, _)| addr < *end);
+        let before = self.at_end.partition_point(|(start, ..)| *start <= addr);
+        let known = before.checked_sub(1).map(|at| self.at_end[at]).filter(|(_, end, ..)| addr < *end);
         // Ranges for small requests have 2 MiB, others multiples of 20 MiB.
-        known.map_or(!bytes.is_multiple_of(LARGE_SEGMENT), |(_, _, small)| small)
+        known.map_or((!bytes.is_multiple_of(LARGE_SEGMENT), true), |(_, _, small, expandable)| (small, expandable))
     }
 }
 
