@@ -165,6 +165,21 @@ def test_repeats_add_to_the_runs_of_their_programs(tmp_path: Path, monkeypatch: 
     assert acceptance_list.again() == {"native": {"runs": 3, "other": 1}, "remap": {"runs": 4, "other": 3}}
 
 
+def test_programs_with_different_results_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(program: str, total: float, **options: Any) -> dict[str, Any]:
+        return {"program": program, **options, "result": {"values": {}, "results": {"total": total}}}
+
+    runs = [run("two", 1.0, way=way) for way in ("plain", "record", "ordered")]
+    runs += [
+        run("jax", 2.0, way="plain", of="a"),
+        run("jax", 3.0, way="plain", of="b"),
+        run("jax", 4.0, way="record", of="b"),
+    ]
+    monkeypatch.setenv("RESULTS", str(tmp_path))
+    experiment(tmp_path / "2026-11-28-h200" / "any-program-checks", *runs)
+    assert any_program.checks() == {"runs": 6, "programs": 3, "differ": 1}
+
+
 def test_recorders_are_compared_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(program: str, recorder: str, *ms: float, **more: Any) -> dict[str, Any]:
         result = {"gpu": "NVIDIA H200", "turn_ms": [*ms], **more}

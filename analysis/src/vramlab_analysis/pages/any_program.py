@@ -30,6 +30,7 @@ VARIANTS = {"record": "recorded", "driver": "`--free driver`", "waits": "`--free
 SPECS = ("any-program", "any-program-pytorch")
 TORCH = ("resnet50", "gpt2")
 IN_TURN = "-in-turn"
+CHECKS = "any-program-checks"
 REMAINDER = "any-program-remainder"
 # The values of `launches`: nanoseconds of a launch, and how many more than through the driver's entry point.
 LAUNCHES = ("default", "default-more", "non-blocking", "non-blocking-more")
@@ -99,6 +100,18 @@ def cells_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
             variant += f"-{row['value']}"
         out.setdefault(row["program"], {})[variant] = {key: row[key] for key in ("median", "min", "max", "runs")}
     return out
+
+
+@group("any-program-checks")
+def checks() -> Mapping[str, Any]:
+    """The spec `any-program-checks`: its finished runs, `runs`, their `programs`, and those whose results `differ`."""
+    printed: dict[tuple[str, str], list[Any]] = {}
+    runs = experiments.results(CHECKS, "gpu").select()
+    for run in runs:
+        key = run.options["program"], str(run.options.get("of"))
+        printed.setdefault(key, []).append(run.result["results"])
+    differ = sum(any(one != some[0] for one in some) for some in printed.values())
+    return {"runs": len(runs), "programs": len(printed), "differ": differ}
 
 
 @table("any-program")
