@@ -395,7 +395,7 @@ fn pinned_memory_is_read_from_pickles_too() {
     let test_dir = TestDir::new();
     let file = test_dir.write("host.json", with_host_memory().to_string());
     let expected = test_dir.run(&["explain", &file, "--json"]).ok().json()["pinning"].clone();
-    let script = "import json, pickle\nsnapshot = json.load(open('host.json'))\nfor protocol in (2, 3, 4, 5):\n    \
+    let script = "import json, pickle\nsnapshot = json.load(open('host.json'))\nfor protocol in range(6):\n    \
         pickle.dump(snapshot, open(f'{protocol}.pickle', 'wb'), protocol=protocol)\n\
         many = [dict(one, address=at) for at, one in enumerate(snapshot['host_segments'] * 700)]\n\
         order = ['host_traces', 'host_segments', 'segments', 'device_traces', 'allocator_settings']\n\
@@ -404,7 +404,16 @@ fn pinned_memory_is_read_from_pickles_too() {
     test_dir.write("write.py", script);
     let wrote = Command::new("python3").arg("write.py").current_dir(test_dir.at(".")).status().unwrap();
     assert!(wrote.success());
-    for protocol in 2..=5 {
+    // The printed command converts those of protocols 0 and 1.
+    for protocol in 0..=1 {
+        let name = format!("{protocol}.pickle");
+        let refused = test_dir.run(&["explain", &name]);
+        refused.refused(2, &[&name, "a pickle of protocol 0 or 1"]);
+        let (_, command) = refused.stderr.trim_end().split_once("convert it: ").unwrap();
+        let command = command.replace("OLD NEW", &format!("{name} new.pickle && mv new.pickle {name}"));
+        assert!(Command::new("sh").args(["-c", &command]).current_dir(test_dir.at(".")).status().unwrap().success());
+    }
+    for protocol in 0..=5 {
         let explanation = test_dir.run(&["explain", &format!("{protocol}.pickle"), "--json"]).ok().json();
         assert_eq!(explanation["pinning"], expected, "protocol {protocol}");
     }

@@ -71,6 +71,24 @@ fn opcodes_that_run_code_are_refused_by_name() {
 }
 
 #[test]
+fn old_pickles_are_refused_with_a_conversion() {
+    // As Python's pickler and `torch.save` of PyTorch 2.11 write them.
+    let cases: [(&[u8], &str); 7] = [
+        (b"(dp0\nVsegments\np1\n(lp2\nsVdevice_traces\np3\n(lp4\ns.", "a pickle of protocol 0 or 1"),
+        (b"(lp0\n(dp1\nVaddress\np2\nI0\nsa.", "a pickle of protocol 0 or 1"),
+        (b"}q\0(X\x08\0\0\0segmentsq\x01]q\x02u.", "a pickle of protocol 0 or 1"),
+        (b"]q\0}q\x01X\x07\0\0\0addressq\x02K\0sa.", "a pickle of protocol 0 or 1"),
+        (b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02M\xe9\x03.\x80\x02}q\0.", "torch.save before PyTorch 1.6"),
+        (b"\x80\x04\x95\x0d\0\0\0\0\0\0\0\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.\x80\x04", "torch.save before PyTorch 1.6"),
+        (b"L119547037146038801333356L\n.I1001\n.(dp0\n.", "torch.save before PyTorch 1.6"),
+    ];
+    for (bytes, expected) in cases {
+        let text = message(bytes);
+        assert!(text.contains(expected) && text.contains("convert it: python3 -c 'import"), "{text}");
+    }
+}
+
+#[test]
 fn every_opcode_at_every_position_causes_no_panic() {
     let bytes = std::fs::read(fixture("small.p4.pickle")).unwrap();
     let mut damaged = bytes.clone();
