@@ -147,6 +147,11 @@ fn more(before: u64, after: u64) -> String {
 
 /// Compares two moments and prints the result.
 pub(crate) fn diff(args: &DiffArgs) -> Result<()> {
+    if matches!(&args.files[..], [first, second] if first == Path::new("-") && second == first) {
+        bail!(
+            "both recordings are the standard input; name a file for one, or two moments of one: diff - --at start peak"
+        )
+    }
     let bar = Bar::new(None, "{spinner} {wide_msg} [{elapsed}]");
     let read = |file: &Path, moments: &[String]| -> Result<Vec<Held>> {
         bar.message(format!("reading {}", file.display()));

@@ -104,6 +104,7 @@ fn invalid_comparisons_are_refused_in_one_line() {
         (&[&file, "--at", "4", "9"], "--at 9: events are numbered 1 to 8"),
         (&[&file, "--at", "4", "third"], "no annotation 'third'"),
         (&[&file, "missing.json"], "missing.json"),
+        (&["-", "-"], "both recordings are the standard input"),
     ] {
         dir.run(&[&["diff"], arguments].concat()).refused(2, &[words]);
     }
