@@ -212,7 +212,7 @@ fn screens_at_80_columns() {
             peak requested         81.6 MiB   81.6 MiB  81.6 MiB        81.6 MiB
             utilisation                   -    100.0 %    90.7 %          85.0 %
             requested at peak             -   81.6 MiB  81.6 MiB        73.0 MiB
-            internal at peak              -        0 B  4.30 KiB        3.14 KiB
+            rounding at peak              -        0 B  4.30 KiB        3.14 KiB
             free segments at peak         -        0 B       0 B        23.0 MiB
             partly used at peak           -        0 B  8.36 MiB             0 B
             other streams at peak         -        0 B       0 B             0 B

@@ -96,7 +96,7 @@ pub(super) fn report(rows: &[Row], recorded: Option<&Peaks>, page: &mut Page) {
     type Part = fn(&Row) -> u64;
     let parts: [(&str, Part); 6] = [
         ("requested", |row| row.ledger.requested),
-        ("internal", |row| row.ledger.internal),
+        ("rounding", |row| row.ledger.internal),
         ("free segments", |row| row.ledger.soft),
         ("partly used", |row| row.ledger.hard),
         ("other streams", |row| row.ledger.stream),
