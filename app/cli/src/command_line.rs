@@ -16,6 +16,11 @@ struct Arguments {
     command: Command,
 }
 
+/// The exit codes of `replay`.
+const REPLAY_CODES: &str = "Exit codes: 0 all replays are made, even if an allocator ran out of memory; 1 the device or the output \
+                            failed; 2 bad input, such as a recording that cannot be read or whose events contradict each other; \
+                            130 interrupted (143 by SIGTERM, 129 by SIGHUP).";
+
 #[derive(Debug, Subcommand)]
 enum Command {
     /// Run a CUDA program, also with PyTorch, and record its memory, under its own or another allocator
@@ -42,6 +47,7 @@ enum Command {
     /// Compare two snapshots, or two moments of one, line by line
     Diff(diff::DiffArgs),
     /// Replay recordings under each allocator
+    #[command(after_help = REPLAY_CODES)]
     Replay(replay::ReplayArgs),
     /// Compute an offline placement of a recording's blocks, for the allocator `plan`
     Plan(plan::PlanArgs),

@@ -87,6 +87,25 @@ fn table_has_a_column_for_each_allocator() {
     assert!(!table.contains('\u{1b}'), "no escapes without a terminal: {table}");
 }
 
+#[cfg(target_os = "linux")]
+#[test]
+fn replay_ends_with_the_exit_codes_of_its_help() {
+    let test_dir = TestDir::new();
+    let help = test_dir.run(&["replay", "--help"]).ok().stdout;
+    assert!(
+        help.contains("Exit codes: 0 all replays are made, even if an allocator ran out of memory; 1 the "),
+        "{help}"
+    );
+    let file = test_dir.write("a.jsonl", steps());
+    assert_eq!(test_dir.run(&["replay", &file, "--limit", "4MiB", "--plan", "off"]).code, Some(0));
+    let full = std::fs::File::options().write(true).open("/dev/full").unwrap();
+    assert_eq!(test_dir.process(&["replay", &file]).stdout(full).status().unwrap().code(), Some(1));
+    let twice = test_dir.write("b.jsonl", line("alloc", 4096, 1000, 1).repeat(2));
+    for file in [twice.as_str(), "missing.jsonl"] {
+        assert_eq!(test_dir.run(&["replay", file]).code, Some(2), "{file}");
+    }
+}
+
 #[test]
 fn replay_keeps_to_the_limit_and_reports_failures() {
     let test_dir = TestDir::new();
