@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """Explains why two runs from the same start diverge, using numpy in float64 as the reference.
 
+    mkdir parted
     trainer --dataset mnist --hidden 128 --lr 0.1 --steps 120 --save-start parted/start.safetensors --out parted/trainer
     python3 experiments/pytorch/baselines/mlp.py --lr 0.1 --start parted/start.safetensors --out parted/pytorch
     python3 experiments/pytorch/baselines/explain_losses.py parted
