@@ -2,7 +2,7 @@
 //!
 //! The output is written to a new file next to the target, `.NAME.xxxxxxxxxx.part`, which is renamed to the target at the end. A
 //! writer that fails, or is dropped, removes it. Nothing else in the directory changes: the name of the part is random, and no
-//! existing file is opened for it.
+//! existing file is opened for it. A killed program leaves it; [`remove_abandoned`] removes those that no program writes any more.
 //!
 //! Only regular files are replaced, and only where the caller allows it; the new file keeps the permission bits of the old one, and
 //! other hard links keep the old contents. Directories, device nodes, pipes, sockets and streams such as `/dev/stdout` or `-` are
@@ -29,9 +29,11 @@
 //! # Ok(()) }
 //! ```
 
+mod abandoned;
 mod folder;
 mod room;
 
+pub use abandoned::remove_abandoned;
 pub use folder::{OutputFolder, OwnFolder};
 pub use room::{NoRoom, Reserve};
 
@@ -146,8 +148,7 @@ impl OutputFile {
         if there.as_ref().is_some_and(|there| matches!(FileExt::try_lock(there), Err(TryLockError::WouldBlock))) {
             return Err(fails(OutputProblem::Taken));
         }
-        let part = part(path, there.as_ref()).map_err(|error| fails(OutputProblem::Denied(error)))?;
-        let listed = Listed::new(part.path());
+        let (part, listed) = part(path, there.as_ref()).map_err(|error| fails(OutputProblem::Denied(error)))?;
         let out = BufWriter::with_capacity(1 << 16, part);
         Ok(Self { path: path.to_owned(), existing, there, out, written: 0, expected: None, listed })
     }
@@ -244,7 +245,11 @@ impl OutputFile {
         let named = if replaces { part.persist(&path) } else { part.persist_noclobber(&path) };
         drop(listed);
         match named {
-            Ok(_) => Ok(()),
+            // The next program that replaces it should find it unlocked, even if a child process has it open.
+            Ok(file) => {
+                let _ = FileExt::unlock(&file);
+                Ok(())
+            }
             Err(refused) if refused.error.kind() == ErrorKind::AlreadyExists => {
                 let refuses = existing == Existing::Refuse;
                 Err(fails(&path, if refuses { OutputProblem::Exists } else { OutputProblem::Taken }))
@@ -314,9 +319,13 @@ fn unfinished() -> MutexGuard<'static, Vec<PathBuf>> {
 struct Listed(PathBuf);
 
 impl Listed {
-    fn new(part: &Path) -> Self {
-        unfinished().push(part.to_owned());
-        Self(part.to_owned())
+    /// Creates a part and its entry in one step: [`discard_unfinished`] finds either both or none.
+    fn create<P: AsRef<Path>>(create: impl FnOnce() -> io::Result<P>) -> io::Result<(P, Self)> {
+        let mut parts = unfinished();
+        let part = create()?;
+        parts.push(part.as_ref().to_owned());
+        let listed = Self(part.as_ref().to_owned());
+        Ok((part, listed))
     }
 }
 
@@ -366,11 +375,14 @@ fn examine(path: &Path, existing: Existing) -> Result<Option<File>, OutputProble
 /// Opens the file that is replaced. It may have become a link or a pipe meanwhile: a link is not followed, and a pipe not waited
 /// for.
 fn open_to_replace(path: &Path) -> io::Result<File> {
-    let mut options = OpenOptions::new();
-    options.write(true);
+    not_followed(OpenOptions::new().write(true)).open(path)
+}
+
+/// For a file that is neither a link nor a pipe to wait for.
+fn not_followed(options: &mut OpenOptions) -> &mut OpenOptions {
     #[cfg(unix)]
-    std::os::unix::fs::OpenOptionsExt::custom_flags(&mut options, libc::O_NOFOLLOW | libc::O_NONBLOCK);
-    options.open(path)
+    std::os::unix::fs::OpenOptionsExt::custom_flags(options, libc::O_NOFOLLOW | libc::O_NONBLOCK);
+    options
 }
 
 /// Whether both are open on the same file.
@@ -418,6 +430,11 @@ fn folder(path: &Path) -> &Path {
     }
 }
 
+/// Random characters in the name of a part.
+const RANDOM: usize = 10;
+/// End of the names of parts.
+const END: &str = ".part";
+
 /// The prefix of the names of parts: long enough to be recognised, and so short that every file system accepts the full name.
 fn prefix(path: &Path) -> String {
     let name: String = path.file_name().unwrap_or_default().to_string_lossy().chars().take(32).collect();
@@ -425,14 +442,20 @@ fn prefix(path: &Path) -> String {
 }
 
 /// Opens a new file under a name that other users cannot predict.
-fn part(path: &Path, there: Option<&File>) -> io::Result<NamedTempFile> {
+fn part(path: &Path, there: Option<&File>) -> io::Result<(NamedTempFile, Listed)> {
     let prefix = prefix(path);
     let mut builder = tempfile::Builder::new();
-    builder.prefix(&prefix).suffix(".part").rand_bytes(10);
+    builder.prefix(&prefix).suffix(END).rand_bytes(RANDOM);
     // By default the library denies read access to others, as is right for temporary files.
-    let part = builder.make_in(folder(path), |part| OpenOptions::new().write(true).create_new(true).open(part))?;
+    let open = |part: &Path| OpenOptions::new().write(true).create_new(true).open(part);
+    let (part, listed) = loop {
+        let (part, listed) = Listed::create(|| builder.make_in(folder(path), open))?;
+        if abandoned::claim(part.as_file(), part.path()) {
+            break (part, listed);
+        }
+    };
     if let Some(there) = there {
         part.as_file().set_permissions(there.metadata()?.permissions())?;
     }
-    Ok(part)
+    Ok((part, listed))
 }

@@ -12,7 +12,9 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Barrier;
 use tempfile::TempDir;
-use vramlab_device::output::{Existing, OutputError, OutputFile, OutputFolder, OutputProblem, OwnFolder, check, write};
+use vramlab_device::output::{
+    Existing, OutputError, OutputFile, OutputFolder, OutputProblem, OwnFolder, check, remove_abandoned, write,
+};
 
 const BOTH: [Existing; 2] = [Existing::Refuse, Existing::Replace];
 
@@ -204,6 +206,55 @@ fn of_many_writers_at_once_one_has_it() {
         assert_eq!(fs::read_to_string(whole.join("who")).unwrap(), only(&|won| won.2));
         assert_eq!(names(dir.path()), ["file", "own", "whole"]);
     }
+}
+
+#[test]
+fn parts_of_killed_programs_are_removed_and_no_others() {
+    let dir = TempDir::new().unwrap();
+    let at = |name: &str| dir.path().join(name);
+    for name in [".file.aaaaaaaaaa.part", ".other.aaaaaaaaaa.part", ".file.part", ".file.a.aaaaaaaaaa.part", "file"] {
+        fs::write(at(name), "left").unwrap();
+    }
+    fs::create_dir(at(".file.bbbbbbbbbb.part")).unwrap();
+    fs::write(at(".file.bbbbbbbbbb.part/inside"), "left").unwrap();
+    symlink(at("file"), at(".file.cccccccccc.part")).unwrap();
+    let before = names(dir.path());
+    let (mut file, folder) =
+        (OutputFile::create(&at("file"), Existing::Replace).unwrap(), OutputFolder::create(&at("file")).unwrap());
+    fs::write(folder.part().join("inside"), "new").unwrap();
+    remove_abandoned(&at("file"));
+    let removed = [".file.aaaaaaaaaa.part", ".file.bbbbbbbbbb.part"];
+    assert!(folder.part().join("inside").is_file());
+    drop(folder);
+    file.write_all(b"new").unwrap();
+    file.finish().unwrap();
+    assert_eq!(fs::read(at("file")).unwrap(), b"new");
+    let left: Vec<String> = before.into_iter().filter(|name| !removed.contains(&&**name)).collect();
+    assert_eq!(names(dir.path()), left);
+}
+
+#[test]
+fn no_part_is_removed_while_it_is_written() {
+    let dir = TempDir::new().unwrap();
+    let path = dir.path().join("file");
+    let over = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !over.load(std::sync::atomic::Ordering::SeqCst) {
+                remove_abandoned(&path);
+            }
+        });
+        for round in 0..500 {
+            let (out, folder) = (OutputFile::create(&path, Existing::Refuse), OutputFolder::create(&path));
+            let (out, folder) = (out.unwrap(), folder.unwrap());
+            fs::write(folder.part().join("inside"), "").unwrap();
+            drop(folder);
+            out.fill(round.to_string()).unwrap();
+            fs::remove_file(&path).unwrap();
+        }
+        over.store(true, std::sync::atomic::Ordering::SeqCst);
+    });
+    assert!(names(dir.path()).is_empty());
 }
 
 #[test]

@@ -3,7 +3,7 @@
 //! A system call that only one program can win decides which program gets a directory, never a check beforehand. A loser removes
 //! only its own files.
 
-use super::{Listed, OutputError, OutputProblem, prefix};
+use super::{END, Listed, OutputError, OutputProblem, RANDOM, abandoned, prefix};
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
@@ -16,6 +16,8 @@ use tempfile::TempDir;
 pub struct OutputFolder {
     path: PathBuf,
     part: TempDir,
+    /// Its lock, on systems that open directories.
+    _lock: Option<File>,
     /// Dropped after the part is removed.
     listed: Listed,
 }
@@ -28,15 +30,19 @@ impl OutputFolder {
     pub fn create(path: &Path) -> Result<Self, OutputError> {
         let prefix = prefix(path);
         let mut builder = tempfile::Builder::new();
-        builder.prefix(&prefix).suffix(".part").rand_bytes(10);
+        builder.prefix(&prefix).suffix(END).rand_bytes(RANDOM);
         // By default the library denies read access to others, as is right for temporary files.
         #[cfg(unix)]
         builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o777));
-        let part = builder.tempdir_in(super::folder(path));
-        let part =
-            part.map_err(|error| OutputError { path: path.to_owned(), problem: OutputProblem::Denied(error) })?;
-        let listed = Listed::new(part.path());
-        Ok(Self { path: path.to_owned(), part, listed })
+        loop {
+            let part = Listed::create(|| builder.tempdir_in(super::folder(path)));
+            let (part, listed) =
+                part.map_err(|error| OutputError { path: path.to_owned(), problem: OutputProblem::Denied(error) })?;
+            let lock = File::open(part.path()).ok();
+            if lock.as_ref().map_or_else(|| part.path().exists(), |lock| abandoned::claim(lock, part.path())) {
+                return Ok(Self { path: path.to_owned(), part, _lock: lock, listed });
+            }
+        }
     }
 
     /// The final name.
@@ -56,7 +62,7 @@ impl OutputFolder {
     /// # Errors
     /// [`OutputProblem::Exists`] where the name exists; then nothing is left of this one.
     pub fn finish(self) -> Result<(), OutputError> {
-        let Self { path, part, listed } = self;
+        let Self { path, part, listed, .. } = self;
         // The system replaces an empty folder at most.
         let named = fs::rename(part.path(), &path);
         if named.is_ok() {
