@@ -10,7 +10,7 @@ use std::fs;
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
-use vramlab::output::OutputFolder;
+use vramlab::output::{OutputFolder, remove_abandoned};
 use vramlab::{Bytes, DeviceKind, DeviceName, input};
 
 /// Size limit of an archive, and of its unpacked contents.
@@ -132,6 +132,7 @@ pub(crate) fn newest(
 fn unpack(archive: &Path, results: &Path, label: &str) -> Result<()> {
     let bytes = input::read_bytes(archive, MOST_PACKED)?;
     let (digest, folder) = (sha256(&bytes), results.join(label));
+    remove_abandoned(&folder);
     if !folder.exists() {
         // A signal removes it.
         let partial = OutputFolder::create(&folder)?;

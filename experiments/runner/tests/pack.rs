@@ -108,7 +108,10 @@ fn unpack(test_dir: &TestDir, archive: &str) {
 #[test]
 fn what_is_packed_comes_back_and_gives_the_same_bytes() {
     let test_dir = recorded();
+    // As a killed program leaves it.
+    test_dir.write(".label.tar.xz.aBcDeF0123.part", "cut");
     test_dir.run(&["pack", "out", "-o", "label.tar.xz"]).ok();
+    assert_eq!(labels(&test_dir), ["label.tar.xz"]);
     unpack(&test_dir, "label.tar.xz");
     let (before, after) = (contents(&test_dir.at("out/small")), contents(&test_dir.at("label/small")));
     assert!(before.len() > 4 * IDS.len(), "{:?}", before.keys());
@@ -370,7 +373,7 @@ fn results_are_unpacked_and_listed() {
     test_dir.run(&["results", "kept/2026-01-01-sim.md"]).refused(2, &["2026-01-01-sim.md", "neither a directory"]);
 }
 
-/// A signal while an archive is unpacked leaves the archive alone.
+/// A signal while an archive is unpacked leaves the archive alone. SIGKILL leaves what the next call removes.
 #[cfg(unix)]
 #[test]
 fn an_interrupted_unpacking_leaves_nothing() {
@@ -393,4 +396,11 @@ fn an_interrupted_unpacking_leaves_nothing() {
         assert_eq!(output.code, Some(code), "{output:#?}");
         assert_eq!(names(&test_dir.at("kept")), ["label.tar.xz"]);
     }
+    let mut child = test_dir.process(&["results", "kept"]).spawn().unwrap();
+    wait_for("the unpacking", || names(&test_dir.at("kept")).len() == 2);
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert_eq!(names(&test_dir.at("kept")).len(), 2);
+    test_dir.run(&["results", "kept"]).ok();
+    assert_eq!(names(&test_dir.at("kept")), ["label", "label.tar.xz"]);
 }

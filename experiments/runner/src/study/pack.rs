@@ -19,7 +19,7 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use terminal::{Cell, Column, Page, quoted};
 use vramlab::input::{DOCUMENT, TABLE};
-use vramlab::output::{Existing, OutputFile};
+use vramlab::output::{Existing, OutputFile, remove_abandoned};
 
 /// As `xz -6e`: this level's output does not depend on the machine, and a reader needs 9 MiB.
 const LEVEL: u32 = 6 | (1 << 31);
@@ -99,6 +99,7 @@ pub(crate) fn pack(args: &PackArgs) -> Result<()> {
     let label =
         args.out.file_name().and_then(|name| name.to_str()?.strip_suffix(ARCHIVE)).filter(|name| is_plain(name));
     let label = label.with_context(|| format!("{out} is not the name of an archive; write LABEL{ARCHIVE} for -o"))?;
+    remove_abandoned(&args.out);
     let archive = tar::Builder::new(XzEncoder::new(OutputFile::create(&args.out, Existing::Refuse)?, LEVEL));
     let mut packing = Packing { args, label, archive, found: BTreeSet::new() };
     let mut all: Vec<Packed> = Vec::new();
