@@ -37,6 +37,8 @@ pub(crate) fn settings(settings: &Settings) -> Result<()> {
     launch(settings)?;
     pinning(settings)?;
     let Arithmetic { loss_scale, .. } = settings.arithmetic()?;
+    // All data have at least one feature and one class.
+    tensors(settings, 1, 1)?;
     if !(settings.learning_rate / loss_scale).is_finite() {
         return Err(TrainError::Input(format!(
             "--loss-scale {loss_scale:e} is too small: updates divide --lr {} by it",
@@ -86,7 +88,12 @@ pub(crate) fn ranks(settings: &Settings, size: u32) -> Result<()> {
 pub(crate) fn network(settings: &Settings, dataset: &Dataset) -> Result<Vec<u32>> {
     let size =
         |value: usize| u32::try_from(value).map_err(|_| TrainError::Input(format!("{value} is too wide a layer")));
-    let widths = mlp::widths(size(dataset.features)?, settings.hidden, settings.layers, size(dataset.classes)?);
+    tensors(settings, size(dataset.features)?, size(dataset.classes)?)
+}
+
+/// Widths of a network of which no tensor is too large.
+fn tensors(settings: &Settings, features: u32, classes: u32) -> Result<Vec<u32>> {
+    let widths = mlp::widths(features, settings.hidden, settings.layers, classes);
     const MOST: u64 = 1 << 31;
     // With the padding that a row may have.
     let padded = |width: u32| match settings.arithmetic() {

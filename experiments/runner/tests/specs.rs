@@ -18,6 +18,7 @@ fn what_cannot_work_is_refused_before_anything_runs() {
         ("hidden = ", "hiden = ", ["small.toml:15", "a similar argument exists: '--hidden'"]),
         ("\"cuda\", ", "\"null\", ", ["small.toml:5", "name at least one of \"cuda\" and \"sim\""]),
         ("[5, 9]", "[5, 0]", ["small.toml:15", "--hidden must be at least 1"]),
+        ("[5, 9]", "[5, 40000000]", ["small.toml:1", "more than 2^31 values: lower --hidden"]),
         ("[5, 9]", "[5, \"nine\"]", ["small.toml:15", "invalid value 'nine'"]),
         ("[5, 9]", "[5, 5]", ["small.toml:15", "has the value 5 twice"]),
         ("[5, 9]", "[]", ["small.toml:15", "has no value"]),
