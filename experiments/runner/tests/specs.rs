@@ -82,6 +82,11 @@ fn what_cannot_work_is_refused_before_anything_runs() {
         let ran = test_dir.run(&[&["run", "small.toml"], arguments].concat());
         assert_eq!((ran.code, ran.stdout.as_str()), (Some(2), ""), "{ran:#?}");
     }
+    // The second of two arms of one name, although the question contains it too.
+    let spec = "name = \"small\"\nquestion = \"Is \\\"b\\\" it?\"\ndevices = [\"sim\"]\n[[arms]]\nname = \"b\"\n\
+                [[arms]]\nname = \"a\"\n[[arms]]\nname = \"b\"\n";
+    test_dir.write("small.toml", spec);
+    run(&test_dir, &[]).refused(2, &["small.toml:9", "the arm's name 'b' must be its own"]);
     // Missing recordings.
     let spec = "name = \"small\"\nquestion = \"?\"\ndevices = [\"sim\"]\n[[arms]]\nname = \"a\"\nprogram = \"replay\"\n\
                 [arms.options]\nhistory = \"gone.pickle\"\n";

@@ -268,16 +268,16 @@ impl Source {
             return Err(self.at_key("keep", format!("no run writes '{file}'; there are {}", KEEPABLE.join(", "))));
         }
         let mut names = BTreeSet::new();
-        for arm in &spec.arms {
+        for (number, arm) in spec.arms.iter().enumerate() {
             if !slugged(&arm.name) || !names.insert(arm.name.as_str()) {
                 let name = &arm.name;
                 let message =
                     format!("the arm's name '{name}' must be its own, of lowercase letters, digits, '-', '_'");
-                return Err(self.at_text(&format!("\"{name}\""), message));
+                return Err(self.at(self.offset_of_arm(number), message));
             }
             if let Some(device) = arm.devices.iter().flatten().find(|device| !spec.devices.contains(device)) {
                 let message = format!("arm '{}' is for {device}, which the spec's devices do not name", arm.name);
-                return Err(self.at_text(&format!("\"{}\"", arm.name), message));
+                return Err(self.at(self.offset_of_arm(number), message));
             }
             if arm.sim.warm_up.is_some() || arm.cuda.warm_up.is_some() {
                 return Err(self.at_key("warm_up", "warm-up is the spec's, not an arm's"));
@@ -320,8 +320,18 @@ impl Source {
         Ok(())
     }
 
-    fn at_text(&self, text: &str, message: impl fmt::Display) -> anyhow::Error {
-        self.at(self.text.find(text).unwrap_or(0), message)
+    /// Byte offset of a variant's name.
+    fn offset_of_arm(&self, number: usize) -> usize {
+        #[derive(Deserialize)]
+        struct Named {
+            name: Spanned<String>,
+        }
+        #[derive(Deserialize)]
+        struct Arms {
+            arms: Vec<Named>,
+        }
+        let arms = toml::from_str::<Arms>(&self.text).map_or_else(|_| Vec::new(), |all| all.arms);
+        arms.get(number).map_or(0, |arm| arm.name.span().start)
     }
 
     /// Options of a variant on a kind of device, in order: later places override earlier ones, and values for a kind
