@@ -87,6 +87,10 @@ fn what_cannot_work_is_refused_before_anything_runs() {
                 [[arms]]\nname = \"a\"\n[[arms]]\nname = \"b\"\n";
     test_dir.write("small.toml", spec);
     run(&test_dir, &[]).refused(2, &["small.toml:9", "the arm's name 'b' must be its own"]);
+    // A directory without MNIST, by its path.
+    std::fs::create_dir(test_dir.at("elsewhere")).unwrap();
+    test_dir.write("small.toml", SMALL);
+    run(&test_dir, &["--data-dir", "elsewhere"]).refused(2, &["/elsewhere has no train-images-idx3-ubyte"]);
     // Missing recordings.
     let spec = "name = \"small\"\nquestion = \"?\"\ndevices = [\"sim\"]\n[[arms]]\nname = \"a\"\nprogram = \"replay\"\n\
                 [arms.options]\nhistory = \"gone.pickle\"\n";

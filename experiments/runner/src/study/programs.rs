@@ -9,6 +9,7 @@ use std::ffi::OsString;
 use std::path::{Component, Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::OnceLock;
+use trainer::data::{DataRequest, DatasetName, locate_mnist};
 use vramlab::{DeviceKind, DeviceName, Selection, backends};
 
 /// The option that names allocators.
@@ -94,6 +95,16 @@ impl Inputs {
         let data_dir = data_dir.map(absolute).transpose()?;
         if let Some(folder) = data_dir.as_ref().filter(|folder| !folder.is_dir()) {
             bail!("{} is not a directory; --data-dir takes that of MNIST's four files", folder.display());
+        }
+        // The message of a run, which has no directories of this machine, could not name it.
+        let request = DataRequest { name: DatasetName::Mnist, data_dir: data_dir.clone(), seed: 0, offline: true };
+        if let (Some(folder), Some(found)) = (&data_dir, locate_mnist(&request).candidate)
+            && let Some(file) = found.missing.first()
+        {
+            bail!(
+                "{} has no {file}, plain or .gz; --data-dir takes the directory of MNIST's four files",
+                folder.display()
+            );
         }
         // An empty variable is as good as none.
         let data_dir =
