@@ -1,9 +1,9 @@
 //! Pinned memory of the host: streams of several GPUs, and the time of pinning.
 
 use super::{Allocator, check};
+use crate::arguments::{allocator, conclude_and_tell, give, text};
 use crate::error::{Failure, Outcome, Status, answer, attempt};
 use crate::host::{Host, Pinning};
-use crate::{allocator, conclude_and_tell, give, text};
 use std::ffi::c_char;
 use std::sync::Arc;
 

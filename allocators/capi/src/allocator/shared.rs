@@ -1,9 +1,9 @@
 //! Memory that is exported to other processes, imported from them, or registered elsewhere by its address.
 
 use super::{Allocator, lock};
+use crate::arguments::{allocator, c_text, give, missing, text};
 use crate::device::Device;
 use crate::error::{Failure, Outcome, Status, answer};
-use crate::{allocator, give, missing, text};
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::ffi::{c_char, c_void};
@@ -270,7 +270,7 @@ pub unsafe extern "C" fn vramlab_pin(vramlab: *mut Allocator, address: u64, byte
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vramlab_sharing_json(vramlab: *mut Allocator, out: *mut *mut c_char) -> Status {
     // SAFETY: as promised.
-    answer(|| unsafe { give(out, "the result", || crate::c_text(allocator(vramlab)?.sharing_json())) })
+    answer(|| unsafe { give(out, "the result", || c_text(allocator(vramlab)?.sharing_json())) })
 }
 
 /// Whether an allocator of this name and settings maps its memory in pages. Opens nothing.
