@@ -20,7 +20,9 @@ try:
 except ImportError as missing:
     pytest.skip(str(missing), allow_module_level=True)
 
-NAMES = re.findall(r"^@program\ndef (\w+)", (HERE / "programs.py").read_text(), re.MULTILINE)
+_FILES = ["programs.py", "programs_history.py", "programs_pools.py"]
+_TEXT = "".join((HERE / file).read_text() for file in _FILES)
+NAMES = re.findall(r"^@program\ndef (\w+)", _TEXT, re.MULTILINE)
 # Allocators with pools and snapshots.
 ALLOCATORS = ["caching", "pytorch", "pytorch-expandable", "remap", "rmm-pool", "tlsf"]
 # Those with snapshots and without private pools, and the programs that need such pools.
