@@ -26,7 +26,7 @@ use std::collections::HashMap;
 use std::ffi::c_void;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicBool, AtomicU64};
-use std::sync::{Arc, Mutex, Once};
+use std::sync::{Arc, Mutex};
 use vramlab_device::{
     CallArguments, CallKind, DeviceAddr, Driver, DriverError, DriverResult, Hook, HookedDriver, HostRoom, MemInfo,
     NullDriver, StreamId,
@@ -65,15 +65,8 @@ type Allocators = HashMap<(u64, Kind), Option<&'static HostServed>>;
 
 /// The allocators; `None` where one cannot be made.
 static ALLOCATORS: Mutex<Option<Allocators>> = Mutex::new(None);
-/// Whether this process is a child of one that used pinned memory. CUDA does not work in it, and locks may be held for ever.
-static FORKED: AtomicBool = AtomicBool::new(false);
-
 /// Whether PyTorch's pinned memory is served in this process, so that its segments are the driver's.
 static LEFT: AtomicBool = AtomicBool::new(false);
-
-extern "C" fn forget() {
-    FORKED.store(true, Release);
-}
 
 /// Leaves new pinned memory of this process to the driver; blocks that were served are freed as before. The package for Python calls it
 /// by its name when an allocator of this project serves PyTorch's pinned memory: two caches above each other would keep memory twice.
@@ -84,7 +77,7 @@ pub(crate) extern "C" fn vramlab_inject_leave_host() {
 
 /// Whether pinned memory is served.
 pub(crate) fn is_on() -> bool {
-    settings::get().host.is_some() && !FORKED.load(Acquire) && !LEFT.load(Acquire)
+    settings::get().host.is_some() && !LEFT.load(Acquire)
 }
 
 /// Pinned memory for the program, else the driver's code. `None`: the driver serves.
@@ -107,9 +100,6 @@ fn served(context: u64, kind: Kind, selection: &Selection) -> Option<&'static Ho
     let mut allocators = lock(&ALLOCATORS);
     let allocators = allocators.get_or_insert_default();
     *allocators.entry((context, kind)).or_insert_with(|| {
-        static FORKS: Once = Once::new();
-        // SAFETY: the function only stores into an atomic, which is allowed in a child.
-        FORKS.call_once(|| _ = unsafe { libc::pthread_atfork(None, None, Some(forget)) });
         if !streams::follow(context) {
             return None;
         }
@@ -146,7 +136,7 @@ pub(crate) enum FreeOutcome {
 
 /// Frees a block. `before` is called before another request can have it.
 pub(crate) fn free<T>(addr: u64, before: impl FnOnce() -> T) -> (FreeOutcome, Option<T>) {
-    if settings::get().host.is_none() || FORKED.load(Acquire) {
+    if settings::get().host.is_none() {
         return (FreeOutcome::Foreign, None);
     }
     let Some(held) = blocks::take(addr) else {
@@ -161,7 +151,7 @@ pub(crate) fn free<T>(addr: u64, before: impl FnOnce() -> T) -> (FreeOutcome, Op
 /// An address to ask the driver about: where a freed block was, one that CUDA does not know, so that the answer is that about freed
 /// memory; else the address itself.
 pub(crate) fn address_for_driver(addr: u64) -> u64 {
-    if settings::get().host.is_some() && !FORKED.load(Acquire) && blocks::owns(addr) && range_of(addr).is_none() {
+    if settings::get().host.is_some() && blocks::owns(addr) && range_of(addr).is_none() {
         foreign_address()
     } else {
         addr
@@ -262,9 +252,6 @@ impl HostServed {
 }
 
 fn all() -> Vec<&'static HostServed> {
-    if FORKED.load(Acquire) {
-        return Vec::new();
-    }
     lock(&ALLOCATORS).iter().flat_map(HashMap::values).filter_map(|served| *served).collect()
 }
 
@@ -275,9 +262,6 @@ pub(crate) fn trim() -> bool {
 
 /// Forgets all pinned memory of a context that is gone.
 pub(crate) fn context_gone(context: u64) {
-    if FORKED.load(Acquire) {
-        return;
-    }
     if let Some(allocators) = lock(&ALLOCATORS).as_mut() {
         allocators.retain(|(of, _), _| *of != context);
     }

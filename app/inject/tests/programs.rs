@@ -129,7 +129,7 @@ pub(crate) fn driver_calls(printed: &str, word: &str) -> u64 {
     after.and_then(|number| number.parse().ok()).expect("a count should be a number")
 }
 
-const TESTS: [&str; 7] = ["loop", "errors", "capture", "contexts", "streams", "exit", "fork"];
+const TESTS: [&str; 8] = ["loop", "errors", "capture", "contexts", "streams", "exit", "fork", "forked-late"];
 
 #[test]
 #[ignore = "needs a C compiler"]

@@ -1,7 +1,7 @@
 //! Entry points that change the state on which memory depends: finding functions, streams, captures, contexts.
 
 use crate::forward::at;
-use crate::guard::call;
+use crate::guard::{call, watch_forks};
 use crate::real::{find, has, in_place_of, in_place_of_name, real};
 use crate::serve::{self, INVALID_VALUE, SUCCESS};
 use crate::streams;
@@ -11,7 +11,13 @@ use std::sync::atomic::Ordering::Relaxed;
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn cuInit(flags: u32) -> i32 {
     let pass = || real!(cuInit(flags => u32));
-    call(pass, pass)
+    call(pass, || {
+        let code = pass();
+        if code == SUCCESS {
+            watch_forks();
+        }
+        code
+    })
 }
 
 /// Puts a function of this library in the place of the driver's.

@@ -507,6 +507,26 @@ static void pinned_left(void) {
     for (int i = 0; i < 3; i++) CHECK(cuMemFreeHost(left[i]) == 0);
 }
 
+// CUDA does not work in a child of a process in which it started: what the driver answers there is the answer.
+static void forked_late(void) {
+    P p, q = 0;
+    CHECK(cuMemAlloc(&p, 4096) == 0 && cuMemAlloc(&p, 4096) == 0);
+    fflush(stdout);
+    pid_t child = fork();
+    if (child == 0) {
+        long made = count_of("cuMemAlloc_v2"), freed = count_of("cuMemFree_v2");
+        cuMemFree(p);
+        cuMemAlloc(&q, 4096);
+        CHECK(count_of("cuMemAlloc_v2") == made + 1 && count_of("cuMemFree_v2") == freed + 1);
+        fflush(stdout);
+        _exit(failures != 0);
+    }
+    int status;
+    waitpid(child, &status, 0);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    CHECK(cuMemFree(p) == 0);
+}
+
 static P late;
 static void* late_pinned;
 static void at_exit(void) {
@@ -540,6 +560,7 @@ int main(int count, char** words) {
     if (!strcmp(test, "depths"))
         for (int i = 0; i < 2000; i++) deep(i % 100);
     if (!strcmp(test, "errors")) errors();
+    if (!strcmp(test, "forked-late")) forked_late();
     if (!strcmp(test, "capture")) capture();
     if (!strcmp(test, "contexts")) contexts();
     if (!strcmp(test, "exports")) exports();
