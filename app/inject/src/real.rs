@@ -41,16 +41,20 @@ impl Library {
 }
 
 /// The real driver, or nothing where there is none.
+///
+/// Opened while no lock is held: the dynamic linker has one of its own, which a thread holds that runs a library's initialisers. Where
+/// these call CUDA, each of two threads would wait for the other's lock. A library that is opened twice is the same one.
 fn library() -> Option<Library> {
     static LIBRARY: OnceLock<Option<Library>> = OnceLock::new();
-    *LIBRARY.get_or_init(|| {
-        let candidates = libcuda::candidates(settings::get().driver.as_deref());
-        let found = candidates.into_iter().filter(|path| !is_this_library(path)).find_map(|path| Library::open(&path));
-        if found.is_none() {
-            settings::say("no libcuda.so.1 was found besides this library: the program finds no GPU");
-        }
-        found
-    })
+    if let Some(known) = LIBRARY.get() {
+        return *known;
+    }
+    let candidates = libcuda::candidates(settings::get().driver.as_deref());
+    let found = candidates.into_iter().filter(|path| !is_this_library(path)).find_map(|path| Library::open(&path));
+    if LIBRARY.set(found).is_ok() && found.is_none() {
+        settings::say("no libcuda.so.1 was found besides this library: the program finds no GPU");
+    }
+    *LIBRARY.get()?
 }
 
 /// Whether a file is the library that this code is in.
@@ -115,10 +119,15 @@ pub(crate) extern "C" fn bind(number: u32) -> *const () {
 /// Whatever name, version and flags were asked for, the driver has chosen, and only its choice is looked at.
 pub(crate) fn in_place_of(real: *const ()) -> Option<Entry> {
     static PLACES: OnceLock<HashMap<usize, Entry>> = OnceLock::new();
-    let places = PLACES.get_or_init(|| {
+    let find_all = || {
         let ours = HERE.iter().enumerate().filter_map(|(number, here)| Some((number, (*here)?)));
         // CAST: addresses as keys.
         ours.filter(|(number, _)| has(*number)).map(|(number, here)| (address(number) as usize, here)).collect()
+    };
+    // While no lock is held, as in `library`.
+    let places = PLACES.get().unwrap_or_else(|| {
+        let found = find_all();
+        PLACES.get_or_init(|| found)
     });
     places.get(&(real as usize)).copied()
 }

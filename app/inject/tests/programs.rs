@@ -64,6 +64,7 @@ impl Built {
                 let flags: Vec<&str> = std::iter::once(version_flag.as_str()).chain(shared).collect();
                 built.compile("driver.c", &format!("{version}/libcuda.so.1"), &flags);
             }
+            built.compile("initialiser.c", "initialiser.so", &["-shared", "-fPIC", "-ldl", "-lpthread"]);
             built.compile("program.c", "program", &["-rdynamic", "-ldl", "-lpthread"]);
             let driver = built.path("libcuda.so.1");
             built.compile("program.c", "linked", &["-Wl,--no-as-needed", &driver, "-ldl", "-lpthread"]);
@@ -146,6 +147,15 @@ fn programs_see_the_same_however_they_find_the_driver() {
             equal(&mut built.with(way, test, Some("caching"), folder.path()));
         }
     }
+}
+
+#[test]
+#[ignore = "needs a C compiler"]
+fn initialisers_of_libraries_call_cuda_beside_threads() {
+    let (built, folder) = (Built::get(), tempfile::tempdir().unwrap());
+    let library = built.path("initialiser.so");
+    equal(built.plain("dlsym", "initialiser").env("INITIALISER", &library));
+    equal(built.with("dlsym", "initialiser", Some("caching"), folder.path()).env("INITIALISER", &library));
 }
 
 #[test]
