@@ -222,13 +222,20 @@ fn make(path: &std::path::Path) -> std::io::Result<Map> {
 /// Makes room in the file, since a full disk would otherwise end the program by a signal.
 fn make_room(file: &File, at: u64, bytes: u64) -> std::io::Result<()> {
     let (at, bytes) = (at.cast_signed(), bytes.cast_signed());
-    // SAFETY: the descriptor is open.
-    if unsafe { libc::fallocate(file.as_raw_fd(), 0, at, bytes) } == 0 {
-        return Ok(());
+    loop {
+        // SAFETY: the descriptor is open.
+        if unsafe { libc::fallocate(file.as_raw_fd(), 0, at, bytes) } == 0 {
+            return Ok(());
+        }
+        let error = std::io::Error::last_os_error();
+        match error.raw_os_error() {
+            // A signal of the program came meanwhile.
+            Some(libc::EINTR) => {}
+            // A file system that cannot say so before.
+            Some(libc::EOPNOTSUPP) => return Ok(()),
+            _ => return Err(error),
+        }
     }
-    let error = std::io::Error::last_os_error();
-    // A file system that cannot say so before.
-    if error.raw_os_error() == Some(libc::EOPNOTSUPP) { Ok(()) } else { Err(error) }
 }
 
 impl Map {

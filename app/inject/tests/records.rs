@@ -170,6 +170,15 @@ fn a_child_forked_before_cuda_started_has_its_own_record() {
 
 #[test]
 #[ignore = "needs a C compiler"]
+fn signals_of_the_program_cost_no_record() {
+    let folder = tempfile::tempdir().unwrap();
+    equal(Built::get().with("dlsym", "loop", Some("caching"), folder.path()).env("INTERRUPTED", "1"));
+    let all = records(folder.path());
+    assert_eq!((all[0].records.len(), all[0].counter(Counter::Dropped)), (400, 0));
+}
+
+#[test]
+#[ignore = "needs a C compiler"]
 fn a_limit_on_file_sizes_ends_the_record_and_not_the_program() {
     let (built, folder) = (Built::get(), tempfile::tempdir().unwrap());
     let command = built.with("dlsym", "loop", Some("caching"), folder.path());

@@ -3,11 +3,13 @@
 
 #define _GNU_SOURCE
 #include <dlfcn.h>
+#include <errno.h>
 #include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -102,6 +104,13 @@ __asm__(".text\n.globl _Unwind_Backtrace\n.type _Unwind_Backtrace, @function\n"
         "_Unwind_Backtrace: lock incq walks(%rip)\n jmp *real_walk(%rip)\n"
         ".size _Unwind_Backtrace, . - _Unwind_Backtrace\n");
 #endif
+
+// As if a signal came at every other call, which file systems in memory are interrupted by.
+int fallocate(int file, int mode, off_t at, off_t bytes) {
+    static int calls;
+    if (getenv("INTERRUPTED") && calls++ % 2 == 0) return errno = EINTR, -1;
+    return (int)syscall(SYS_fallocate, file, mode, at, bytes);
+}
 
 // An allocation and its free at a depth of the stack.
 static __attribute__((noinline)) void deep(int depth) {
