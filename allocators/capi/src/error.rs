@@ -6,9 +6,8 @@ use std::cell::Cell;
 use std::ffi::CStr;
 use std::mem::ManuallyDrop;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Once;
-use std::sync::atomic::AtomicBool;
-use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
+use std::sync::atomic::{AtomicBool, AtomicUsize};
 use vramlab_device::{CudaUnavailable, DeviceNameError, DriverError};
 use vramlab_histories::formats::WriteError;
 use vramlab_policies::AllocError;
@@ -190,21 +189,31 @@ pub(crate) fn answer(call: impl FnOnce() -> Outcome<()>) -> Status {
     conclude(attempt(call))
 }
 
-/// Whether this process was forked from one that had opened an allocator.
+/// Whether this process was forked from one that had opened an allocator, or was opening one.
 static FORKED: AtomicBool = AtomicBool::new(false);
 
+/// Number of allocators that were opened or are being opened.
+static OPENED: AtomicUsize = AtomicUsize::new(0);
+
 extern "C" fn forked() {
-    FORKED.store(true, Relaxed);
+    if OPENED.load(Acquire) > 0 {
+        FORKED.store(true, Relaxed);
+    }
 }
 
-/// Notifies the children of this process that they are forked: a GPU cannot be used in them, and locks may stay locked.
-pub(crate) fn watch_forks() {
-    static ONCE: Once = Once::new();
-    ONCE.call_once(|| {
-        // SAFETY: the function has C's calling convention and stores to an atomic, which is allowed after a fork. A failure leaves
+/// Opens an allocator. Children that are forked from its begin on are notified that they are forked: a GPU cannot be used in them, and
+/// locks may stay locked. If it fails, children may open one themselves.
+pub(crate) fn open_watching_forks(open: impl FnOnce() -> Outcome<()>) -> Outcome<()> {
+    static WATCHED: AtomicBool = AtomicBool::new(false);
+    // Two threads may do so, and no child waits for one of them.
+    if !WATCHED.load(Acquire) {
+        // SAFETY: the function has C's calling convention, and loads and stores atomics, which is allowed after a fork. A failure leaves
         // children without the message.
         unsafe { libc::pthread_atfork(None, None, Some(forked)) };
-    });
+        WATCHED.store(true, Release);
+    }
+    OPENED.fetch_add(1, AcqRel);
+    open().inspect_err(|_| _ = OPENED.fetch_sub(1, AcqRel))
 }
 
 fn needs_own_process() -> Outcome<()> {

@@ -1,6 +1,7 @@
 // Every function of libvramlab on a simulated device, as a C program uses it. Prints what fails and exits with 1.
 #include "check.h"
 
+#include <stdatomic.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -414,7 +415,41 @@ static void forks(void) {
   // The program ends with the allocator open.
 }
 
+static char profile[512];
+static atomic_bool opening = true;
+
+static void *open_in_vain(void *unused) {
+  vramlab *v = NULL;
+  while (opening) CHECK(vramlab_open("caching", profile, &v) == VRAMLAB_STATUS_UNKNOWN);
+  return unused;
+}
+
+// Another thread opens allocators, and none can be opened, while this one forks. Nothing was opened before.
+static void forks_while_opening(const char *folder) {
+  pthread_t thread;
+  snprintf(profile, sizeof profile, "sim:%s/profile.json", folder);
+  FILE *file = fopen(profile + 4, "w");
+  CHECK(file != NULL && fputs("no profile", file) >= 0 && fclose(file) == 0);
+  CHECK(pthread_create(&thread, NULL, open_in_vain, NULL) == 0);
+  usleep(10000);
+  for (int turn = 0; turn < 100; turn++) {
+    opening = turn < 99;
+    if (!opening) CHECK(pthread_join(thread, NULL) == 0);
+    pid_t child = fork();
+    if (child == 0) {
+      vramlab *v = NULL;
+      alarm(30);
+      int status = vramlab_open("caching", "sim", &v);
+      if (status != VRAMLAB_STATUS_FORKED || !opening) CHECK(status == VRAMLAB_STATUS_OK && vramlab_close(v) == VRAMLAB_STATUS_OK);
+      _exit(0);
+    }
+    int status = 1;
+    CHECK(waitpid(child, &status, 0) == child && status == 0);
+  }
+}
+
 int main(int count, char **arguments) {
+  forks_while_opening(count > 1 ? arguments[1] : "/tmp");
   names_and_null();
   const char *names[] = {"caching", "pytorch", "pytorch-expandable", "remap", "rmm-pool", "bfc", "tlsf", "lab"};
   for (size_t i = 0; i < sizeof names / sizeof *names; i++) {

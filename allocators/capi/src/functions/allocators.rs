@@ -2,7 +2,7 @@
 
 use crate::allocator::{self, Allocator, allocators_json, torch_conf_json};
 use crate::arguments::{allocator, c_text, give, text};
-use crate::error::{Failure, Status, answer, last, watch_forks};
+use crate::error::{Failure, Status, answer, last, open_watching_forks};
 use crate::{VRAMLAB_ABI, VRAMLAB_NO_LIMIT};
 use std::ffi::{CString, c_char};
 
@@ -55,10 +55,9 @@ pub unsafe extern "C" fn vramlab_open(name: *const c_char, device: *const c_char
     answer(|| {
         // SAFETY: texts and pointer are as promised.
         let (name, device) = unsafe { (text(name, "the allocator's name")?, text(device, "the device")?) };
+        let open = || Ok(Box::into_raw(Box::new(Allocator::open(name, device)?)));
         // SAFETY: as promised.
-        unsafe { give(out, "the result", || Ok(Box::into_raw(Box::new(Allocator::open(name, device)?)))) }?;
-        watch_forks();
-        Ok(())
+        open_watching_forks(|| unsafe { give(out, "the result", open) })
     })
 }
 
