@@ -19,7 +19,7 @@ const MOST: u64 = 1 << 26;
 const CHUNK: u64 = 1 << 14;
 
 /// The file of notes; null until the first.
-static NOTES: AtomicPtr<File> = AtomicPtr::new(std::ptr::null_mut());
+static NOTES: AtomicPtr<Mutex<File>> = AtomicPtr::new(std::ptr::null_mut());
 /// Names of what calls waited behind, with their numbers.
 static BEHIND: Mutex<BTreeMap<String, u16>> = Mutex::new(BTreeMap::new());
 /// Whether `BEHIND` is this process's.
@@ -35,7 +35,7 @@ pub(crate) fn note(line: &str) {
         let Some(folder) = &settings::get().record else { return };
         let path = folder.join(format!("calls-{}.txt", std::process::id()));
         let Ok(opened) = OpenOptions::new().append(true).create(true).mode(0o600).open(path) else { return };
-        let new = Box::into_raw(Box::new(opened));
+        let new = Box::into_raw(Box::new(Mutex::new(opened)));
         // Of two threads, one opens it in vain.
         file = match NOTES.compare_exchange(file, new, AcqRel, Acquire) {
             Ok(_) => new,
@@ -43,9 +43,21 @@ pub(crate) fn note(line: &str) {
         };
     }
     // SAFETY: opened above and never closed.
-    let mut file = unsafe { &*file };
-    // One write: lines of threads do not mix. A full disk costs the note.
-    let _ = file.write_all(line.as_bytes());
+    let mut file = unsafe { &*file }.lock().unwrap_or_else(PoisonError::into_inner);
+    let length = file.metadata().map_or(u64::MAX, |file| file.len());
+    // CAST: a length in memory. A file above the limit would end the program by a signal.
+    if length.saturating_add(line.len() as u64) <= size_limit() {
+        // A full disk costs the note.
+        let _ = file.write_all(line.as_bytes());
+    }
+}
+
+/// The limit on the sizes of files, in bytes.
+fn size_limit() -> u64 {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: the structure is live.
+    unsafe { libc::getrlimit(libc::RLIMIT_FSIZE, &raw mut limit) };
+    limit.rlim_cur
 }
 
 /// The number of what was queued last, for a call that waited for it; 0 if that has no name.
@@ -184,11 +196,8 @@ fn open() -> Option<&'static Map> {
 }
 
 fn make(path: &std::path::Path) -> std::io::Result<Map> {
-    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-    // SAFETY: the structure is live. A file above the limit would end the program by a signal.
-    unsafe { libc::getrlimit(libc::RLIMIT_FSIZE, &raw mut limit) };
-    // CAST: the header is a page.
-    let mut most = MOST.min(limit.rlim_cur.saturating_sub(HEADER as u64) / RECORD);
+    // CAST: the header is a page. A file above the limit would end the program by a signal.
+    let mut most = MOST.min(size_limit().saturating_sub(HEADER as u64) / RECORD);
     if most == 0 {
         return Err(std::io::Error::other("the limit on file sizes (ulimit -f) leaves no room"));
     }

@@ -180,17 +180,19 @@ fn signals_of_the_program_cost_no_record() {
 #[test]
 #[ignore = "needs a C compiler"]
 fn a_limit_on_file_sizes_ends_the_record_and_not_the_program() {
-    let (built, folder) = (Built::get(), tempfile::tempdir().unwrap());
-    let command = built.with("dlsym", "loop", Some("caching"), folder.path());
-    let words: Vec<String> = command.get_args().map(|word| word.to_string_lossy().into_owned()).collect();
-    let mut shell = std::process::Command::new("sh");
-    // Blocks of 512 or 1024 bytes.
-    shell.args(["-c", "ulimit -f 32; exec timeout \"$@\"", "sh"]).args(words);
-    shell.envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
-    equal(shell.env_remove("PLAIN"));
-    let all = records(folder.path());
-    let [calls] = &all[..] else { panic!("{} records", all.len()) };
-    // CAST: a length.
-    assert_eq!(calls.records.len() as u64 + calls.counter(Counter::Dropped), 400);
-    assert!(calls.counter(Counter::Dropped) > 0);
+    // Blocks have 512 or 1024 bytes. The notes of the second have more than 10.
+    for (test, blocks, count) in [("loop", 32, 400), ("places", 10, 1024)] {
+        let (built, folder) = (Built::get(), tempfile::tempdir().unwrap());
+        let command = built.with("dlsym", test, Some("caching"), folder.path());
+        let words: Vec<String> = command.get_args().map(|word| word.to_string_lossy().into_owned()).collect();
+        let mut shell = std::process::Command::new("sh");
+        shell.args(["-c", &format!("ulimit -f {blocks}; exec timeout \"$@\""), "sh"]).args(words);
+        shell.envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
+        equal(shell.env_remove("PLAIN").env("VRAMLAB_INJECT_STACKS", "1"));
+        let all = records(folder.path());
+        let [calls] = &all[..] else { panic!("{} records", all.len()) };
+        // CAST: a length.
+        assert_eq!(calls.records.len() as u64 + calls.counter(Counter::Dropped), count);
+        assert!(calls.counter(Counter::Dropped) > 0);
+    }
 }

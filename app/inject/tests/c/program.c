@@ -122,6 +122,17 @@ static __attribute__((noinline)) void deep(int depth) {
     CHECK(cuMemFree(p) == 0);
 }
 
+// The same from 512 places: each bit is a turn.
+static void turn(int turns, int left);
+static __attribute__((noinline)) void turn_one_way(int turns, int left) { turn(turns, left); __asm__ volatile(""); }
+static __attribute__((noinline)) void turn_the_other(int turns, int left) { turn(turns, left); __asm__ volatile(""); }
+static __attribute__((noinline)) void turn(int turns, int left) {
+    if (left == 0) deep(0);
+    else if (turns & 1) turn_one_way(turns >> 1, left - 1);
+    else turn_the_other(turns >> 1, left - 1);
+    __asm__ volatile("");
+}
+
 static void start(void) {
     uintptr_t context;
     CHECK(cuInit(0) == 0);
@@ -569,6 +580,8 @@ int main(int count, char** words) {
     if (!strcmp(test, "loop") || !strcmp(test, "fork")) loop(100);
     if (!strcmp(test, "depths"))
         for (int i = 0; i < 2000; i++) deep(i % 100);
+    if (!strcmp(test, "places"))
+        for (int i = 0; i < 512; i++) turn(i, 9);
     if (!strcmp(test, "errors")) errors();
     if (!strcmp(test, "forked-late")) forked_late();
     if (!strcmp(test, "capture")) capture();
