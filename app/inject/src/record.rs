@@ -7,7 +7,7 @@ use std::fs::{File, OpenOptions};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
-use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64};
 use std::sync::{Mutex, Once, PoisonError};
 use vramlab_histories::calls::{COUNT, COUNTERS, CallRecord, Counter, HEADER, MAGIC, WORDS, behind_line};
 
@@ -135,22 +135,32 @@ fn clock(which: libc::clockid_t) -> u64 {
 /// The system's number of this thread.
 fn thread() -> u32 {
     thread_local! {
-        static NUMBER: std::cell::Cell<u32> = const { std::cell::Cell::new(0) };
+        /// The number, and the process in which it was asked for.
+        static NUMBER: std::cell::Cell<(u32, u32)> = const { std::cell::Cell::new((0, 0)) };
     }
     // SAFETY: takes nothing and returns a number.
     let ask = || unsafe { libc::gettid() }.unsigned_abs();
     let known = NUMBER.try_with(|number| {
-        if number.get() == 0 {
-            number.set(ask());
+        if number.get().0 == 0 || number.get().1 != process() {
+            number.set((ask(), process()));
         }
-        number.get()
+        number.get().0
     });
     known.unwrap_or_else(|_| ask())
+}
+
+/// Raised in each child process.
+static PROCESS: AtomicU32 = AtomicU32::new(0);
+
+/// A number that differs from that of the process that this one was forked from.
+pub(crate) fn process() -> u32 {
+    PROCESS.load(Relaxed)
 }
 
 /// A child process writes a file of its own.
 extern "C" fn forget() {
     // The parent's locks may be held by threads that the child does not have.
+    PROCESS.fetch_add(1, Relaxed);
     NOTES.store(std::ptr::null_mut(), Release);
     crate::stacks::forget();
     BEHIND_KNOWN.store(false, Release);
@@ -178,7 +188,7 @@ fn open() -> Option<&'static Map> {
         return unsafe { MAP.load(Acquire).as_ref() };
     }
     static FORKS: Once = Once::new();
-    // SAFETY: the function only stores into atomics, which is allowed in a child.
+    // SAFETY: the function only changes atomics, which is allowed in a child.
     FORKS.call_once(|| _ = unsafe { libc::pthread_atfork(None, None, Some(forget)) });
     let folder = settings::get().record.as_ref();
     let opened = folder.and_then(|folder| {

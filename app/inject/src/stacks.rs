@@ -10,6 +10,9 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::ffi::{CStr, c_void};
 use std::os::unix::ffi::OsStrExt;
+use std::ptr;
+use std::sync::atomic::AtomicPtr;
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Release};
 use std::sync::{Mutex, OnceLock, PoisonError};
 use vramlab_histories::calls::{NO_STACK, frame_line, stack_line};
 
@@ -61,30 +64,38 @@ fn class(here: usize) -> usize {
     (((here as u64) >> 4).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32) as usize % CLASSES
 }
 
-/// The stacks that a thread had last, by class. A class takes memory once it has one.
-struct ByClass([Option<Box<Remembered>>; CLASSES]);
+/// The stacks that a thread had last.
+struct Stacks {
+    /// The process that they have numbers of.
+    process: u32,
+    /// By class. A class takes memory once it has a stack.
+    classes: [Option<Box<Remembered>>; CLASSES],
+}
 
-impl ByClass {
+impl Stacks {
     fn find(&self, here: usize) -> Option<u32> {
+        if self.process != record::process() {
+            return None;
+        }
         // Two calls of one function differ in the return address only, so that all are looked at.
-        let of_class = self.0[class(here)].as_ref()?;
+        let of_class = self.classes[class(here)].as_ref()?;
         of_class.stacks.iter().find(|one| one.is_same(here)).map(|one| one.number)
     }
 
     fn remember(&mut self, last: Last) {
+        if self.process != record::process() {
+            self.process = record::process();
+            self.classes.iter_mut().flatten().for_each(|of_class| of_class.stacks.fill(Last::NONE));
+        }
         let new = || Box::new(Remembered { stacks: [Last::NONE; REMEMBERED], next: 0 });
-        let of_class = self.0[class(last.here)].get_or_insert_with(new);
+        let of_class = self.classes[class(last.here)].get_or_insert_with(new);
         of_class.stacks[of_class.next % REMEMBERED] = last;
         of_class.next = of_class.next.wrapping_add(1);
-    }
-
-    fn forget(&mut self) {
-        self.0.iter_mut().flatten().for_each(|of_class| of_class.stacks.fill(Last::NONE));
     }
 }
 
 thread_local! {
-    static LAST: RefCell<ByClass> = const { RefCell::new(ByClass([const { None }; CLASSES])) };
+    static LAST: RefCell<Stacks> = const { RefCell::new(Stacks { process: 0, classes: [const { None }; CLASSES] }) };
 }
 
 /// A walk along the stack.
@@ -121,7 +132,22 @@ struct Known {
     frames: HashMap<usize, u32>,
 }
 
-static KNOWN: Mutex<Option<Known>> = Mutex::new(None);
+/// The stacks and frames of this process; null before the first.
+static KNOWN: AtomicPtr<Mutex<Known>> = AtomicPtr::new(ptr::null_mut());
+
+fn known() -> &'static Mutex<Known> {
+    let mut known = KNOWN.load(Acquire);
+    if known.is_null() {
+        let new = Box::into_raw(Box::default());
+        // Of two threads, one makes it in vain.
+        known = match KNOWN.compare_exchange(known, new, AcqRel, Acquire) {
+            Ok(_) => new,
+            Err(other) => other,
+        };
+    }
+    // SAFETY: made above and never dropped.
+    unsafe { &*known }
+}
 
 /// The number of the calling program's stack; [`NO_STACK`] if none is recorded.
 #[inline(never)]
@@ -132,7 +158,7 @@ pub(crate) fn current() -> u32 {
     let here = 0_usize;
     // CAST: an address.
     let here = std::hint::black_box(&raw const here) as usize;
-    let known = |last: &RefCell<ByClass>| last.try_borrow().ok()?.find(here);
+    let known = |last: &RefCell<Stacks>| last.try_borrow().ok()?.find(here);
     if let Ok(Some(number)) = LAST.try_with(known) {
         return number;
     }
@@ -161,19 +187,15 @@ pub(crate) fn current() -> u32 {
     number
 }
 
-/// Forgets all stacks: a child process writes notes of its own.
+/// Forgets all stacks: a child process writes notes of its own. Only stores into an atomic, since the lock may be held by a thread that
+/// the child does not have.
 pub(crate) fn forget() {
-    // The lock may have been held by a thread that the child does not have.
-    if let Ok(mut known) = KNOWN.try_lock() {
-        *known = None;
-    }
-    let _ = LAST.try_with(|last| last.try_borrow_mut().map(|mut last| last.forget()));
+    KNOWN.store(ptr::null_mut(), Release);
 }
 
 /// The number of a stack, which is written if it is new.
 fn number(frames: &[usize]) -> u32 {
-    let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
-    let known = known.get_or_insert_default();
+    let known = &mut *known().lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(number) = known.stacks.get(frames) {
         return *number;
     }

@@ -130,7 +130,7 @@ pub(crate) fn driver_calls(printed: &str, word: &str) -> u64 {
     after.and_then(|number| number.parse().ok()).expect("a count should be a number")
 }
 
-const TESTS: [&str; 8] = ["loop", "errors", "capture", "contexts", "streams", "exit", "fork", "forked-late"];
+const TESTS: [&str; 8] = ["loop", "errors", "capture", "contexts", "streams", "exit", "fork", "late-fork"];
 
 #[test]
 #[ignore = "needs a C compiler"]

@@ -161,11 +161,17 @@ fn a_record_is_complete_up_to_a_crash() {
 #[test]
 #[ignore = "needs a C compiler"]
 fn a_child_forked_before_cuda_started_has_its_own_record() {
-    let folder = tempfile::tempdir().unwrap();
-    equal(&mut Built::get().with("address2", "fork", Some("caching"), folder.path()));
-    let mut counts: Vec<usize> = records(folder.path()).iter().map(|calls| calls.records.len()).collect();
-    counts.sort_unstable();
-    assert_eq!(counts, [20, 400]);
+    for (test, expected) in [("fork", [20, 400]), ("fork-used", [20, 401])] {
+        let folder = tempfile::tempdir().unwrap();
+        let mut command = Built::get().with("address2", test, Some("caching"), folder.path());
+        equal(command.env("VRAMLAB_INJECT_STACKS", "1"));
+        let all = records(folder.path());
+        let mut counts: Vec<usize> = all.iter().map(|calls| calls.records.len()).collect();
+        counts.sort_unstable();
+        assert_eq!(counts, expected);
+        // Of processes with one thread.
+        assert!(all.iter().all(|calls| calls.records.iter().all(|record| record.thread == calls.pid)), "{all:?}");
+    }
 }
 
 #[test]

@@ -528,7 +528,7 @@ static void pinned_left(void) {
 }
 
 // CUDA does not work in a child of a process in which it started: what the driver answers there is the answer.
-static void forked_late(void) {
+static void late_fork(void) {
     P p, q = 0;
     CHECK(cuMemAlloc(&p, 4096) == 0 && cuMemAlloc(&p, 4096) == 0);
     fflush(stdout);
@@ -557,7 +557,9 @@ static void at_exit(void) {
 int main(int count, char** words) {
     const char* way = count > 1 ? words[1] : "dlsym";
     const char* test = count > 2 ? words[2] : "loop";
-    if (!strcmp(test, "fork")) {
+    if (!strcmp(test, "fork") || !strcmp(test, "fork-used")) {
+        // A call that is refused, and recorded.
+        if (!strcmp(test, "fork-used")) *(void**)&cuMemFree = find(way, "cuMemFree"), CHECK(cuMemFree(1) != 0);
         // Before CUDA starts: both may use it.
         if (fork() == 0) {
 #define FIND(name, result, arguments) *(void**)&name = find(way, #name);
@@ -577,13 +579,13 @@ int main(int count, char** words) {
     FUNCTIONS(FOUND)
     if (failures) return 1;
     start();
-    if (!strcmp(test, "loop") || !strcmp(test, "fork")) loop(100);
+    if (!strcmp(test, "loop") || !strncmp(test, "fork", 4)) loop(100);
     if (!strcmp(test, "depths"))
         for (int i = 0; i < 2000; i++) deep(i % 100);
     if (!strcmp(test, "places"))
         for (int i = 0; i < 512; i++) turn(i, 9);
     if (!strcmp(test, "errors")) errors();
-    if (!strcmp(test, "forked-late")) forked_late();
+    if (!strcmp(test, "late-fork")) late_fork();
     if (!strcmp(test, "capture")) capture();
     if (!strcmp(test, "contexts")) contexts();
     if (!strcmp(test, "exports")) exports();
