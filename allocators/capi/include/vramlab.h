@@ -8,6 +8,7 @@
 //   No thread ends a capture of a stream while the call of another one names it.
 // - work that uses a block is queued before its free, on the block's stream or on streams that were recorded for it.
 // Any thread may call, at any time of its life and the process's: also in handlers of atexit() and destructors of thread-specific data.
+// Not in handlers of signals, because calls take locks.
 // In a child after fork() every call is VRAMLAB_STATUS_FORKED.
 
 #ifndef VRAMLAB_H

@@ -15,7 +15,7 @@
 //! - work that uses a block is queued before its free, on the block's stream or on streams that were recorded for it.
 //!
 //! Any thread may call, at any time of its life and the process's, also in handlers of `atexit` and destructors of thread-specific
-//! data. In a child after `fork` every call is an error.
+//! data, but not in handlers of signals, because calls take locks. In a child after `fork` every call is an error.
 
 // First, because the header lists functions in the order of modules.
 mod functions;
