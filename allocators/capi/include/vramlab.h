@@ -544,7 +544,8 @@ vramlab_status vramlab_base(struct vramlab *vramlab,
 // callback never waits for another callback, and may deliver events that precede its own.
 //
 // A callback may call every function but `vramlab_close`. It may be left by `longjmp` or by a C++ exception: the effects of its call
-// remain, only the status is lost. The callback counts as running until its thread's next call.
+// remain, only the status is lost. The callback counts as running until its thread's next call that is made no more than 8 KiB deeper
+// on the stack.
 //
 // # Safety
 // See the top of this file; the callback may be called with `context` from any thread, until another one was set and every call

@@ -18,6 +18,8 @@ use crate::driver::SegmentEvent;
 use std::cell::Cell;
 use std::collections::VecDeque;
 use std::ffi::c_void;
+use std::hint::black_box;
+use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
@@ -27,11 +29,15 @@ use std::time::Duration;
 /// How long a thread waits while the same callback runs on another thread.
 const PATIENCE: Duration = Duration::from_secs(5);
 
+/// Bytes of the stack between a callback and the call that makes it. The next call after a callback that was left may take as many more
+/// and is still known not to be inside of it: `vramlab_close` takes more than other calls.
+const ROOM: usize = 16 << 10;
+
 /// The thread of an event that its own thread left to others.
 const NO_THREAD: u64 = 0;
 
 thread_local! {
-    /// Address of the frame that runs this thread's innermost callback; 0 outside of callbacks.
+    /// The lowest address of the frame that runs this thread's innermost callback; 0 outside of callbacks.
     static CALLBACK_FRAME: Cell<usize> = const { Cell::new(0) };
     /// The number of this thread, 0 before its first use.
     static THREAD: Cell<u64> = const { Cell::new(0) };
@@ -222,27 +228,14 @@ impl Notices {
         }
     }
 
-    /// Never inlined, so that the frame of a callback is that of this function.
     #[cold]
     #[inline(never)]
     fn deliver_queued(&self, block: Option<Range<u64>>) {
-        let mark = 0u8;
-        let frame = (&raw const mark).addr();
-        let (thread, nested) = (this_thread(), is_inside_callback(frame));
+        let frame = 0u8;
+        let (thread, nested) = (this_thread(), is_inside_callback((&raw const frame).addr()));
         let outer = CALLBACK_FRAME.get();
         while let Some((call, running)) = self.next(thread, nested, block.as_ref()) {
-            CALLBACK_FRAME.set(frame);
-            match call {
-                Call::Segment(Callback { context, function }, event) => {
-                    // SAFETY: the program promises a function that may be called with its context from any thread, see
-                    // `vramlab_on_segment`; the event lives until the function returns.
-                    unsafe { function(context as *mut c_void, &raw const event) };
-                }
-                Call::Freed(Callback { context, function }, address) => {
-                    // SAFETY: as above, see `vramlab_on_free`.
-                    unsafe { function(context as *mut c_void, address) };
-                }
-            }
+            call.make();
             CALLBACK_FRAME.set(outer);
             self.end_turn(running);
         }
@@ -312,6 +305,25 @@ enum Step {
 }
 
 impl Call {
+    /// Calls the program. Never inlined, so that the frame of a callback is that of this function.
+    #[inline(never)]
+    fn make(self) {
+        let mut room = MaybeUninit::<[u8; ROOM]>::uninit();
+        CALLBACK_FRAME.set(black_box(room.as_mut_ptr()).addr());
+        match self {
+            Self::Segment(Callback { context, function }, event) => {
+                // SAFETY: the program promises a function that may be called with its context from any thread, see
+                // `vramlab_on_segment`; the event lives until the function returns.
+                unsafe { function(context as *mut c_void, &raw const event) };
+            }
+            Self::Freed(Callback { context, function }, address) => {
+                // SAFETY: as above, see `vramlab_on_free`.
+                unsafe { function(context as *mut c_void, address) };
+            }
+        }
+        black_box(room.as_mut_ptr());
+    }
+
     fn notice(self) -> Notice {
         match self {
             Self::Segment(_, event) => Notice::Segment(event),

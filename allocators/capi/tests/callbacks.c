@@ -157,11 +157,35 @@ static void left_by_longjmp(const char *name) {
   OK(vramlab_close(v));
 }
 
+static int close_deeper(void) {
+  volatile char room[4096];
+  room[0] = room[4095] = 0;
+  return vramlab_close(v) + room[0];
+}
+
+// No call comes between the callback that was left and the end of its allocator.
+static void closed_after_a_callback_was_left(const char *name) {
+  static uint64_t block;
+  for (volatile int way = 0; way < 4; way++) {
+    v = open_on(name, "sim");
+    block = way % 2 ? allocate(v, 30 * MIB, 1) : 0;
+    OK(vramlab_on_segment(v, NULL, leave));
+    if (setjmp(back) == 0) {
+      if (way % 2 == 0) OK(vramlab_allocate(v, 30 * MIB, 1, &block));
+      if (way % 2 == 1) OK(vramlab_free(v, block));
+      OK(vramlab_trim(v, 0, NULL));
+    }
+    if (way < 2) OK(vramlab_close(v));
+    else OK(close_deeper());
+  }
+}
+
 int main(int count, char **names) {
   texts();
   for (int i = 1; i < count; i++) {
     nested(names[i]);
     left_by_longjmp(names[i]);
+    closed_after_a_callback_was_left(names[i]);
   }
   if (count > 1) replaced(names[1]);
   puts("callbacks did what they may");
