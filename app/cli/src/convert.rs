@@ -33,7 +33,7 @@ pub(crate) struct ConvertArgs {
     /// Recording: PyTorch snapshot (pickle or JSON), RMM log, STAlloc trace, minimalloc table or trace.jsonl; plain, .gz or .xz
     #[arg(value_name = "IN")]
     from: PathBuf,
-    /// Output format; events that it cannot represent are omitted (only snapshots keep stack frames and annotations)
+    /// Output format; events that it cannot represent are omitted (only snapshots and perfetto keep stack frames and annotations)
     #[arg(long, value_name = "FORMAT", value_parser = arguments::export())]
     to: Export,
     /// Output file (written atomically)
@@ -98,7 +98,8 @@ fn write(args: &ConvertArgs, out: OutputFile, source: impl std::io::Read, tally:
     tally.budget = options.budget.clone();
     let mut labels = Labels::default();
     let mut sink = |event: Event, origin: Origin, origins: &Origins| {
-        if args.to == Export::Perfetto && event.action == Action::Alloc {
+        let chosen = args.gpu.is_none_or(|gpu| gpu == event.device);
+        if chosen && args.to == Export::Perfetto && event.action == Action::Alloc {
             labels.write(writer.as_mut(), origin, origins);
         }
         tally.take(args, writer.as_mut(), event, origin, origins)
@@ -143,20 +144,29 @@ fn write(args: &ConvertArgs, out: OutputFile, source: impl std::io::Read, tally:
     Ok(summary)
 }
 
-/// The text of each stack.
+/// The number, from 1, and the line of each stack described so far.
 #[derive(Default)]
 struct Labels(HashMap<StackId, (String, String)>);
 
 impl Labels {
-    /// Writes the origin of the next block: its line, its stack, its category and the program's note.
+    /// Writes the origin of the next block: its line, its stack's number, its category and the program's note.
     fn write(&mut self, writer: &mut dyn TraceWriter, origin: Origin, origins: &Origins) {
-        let (line, stack) = self.0.entry(origin.stack).or_insert_with(|| {
-            let frames: Vec<String> = origins.frames(origin.stack).map(|frame| words(origins, frame)).collect();
-            (line_of(origins, origin.stack).unwrap_or_default(), frames.join("\n"))
-        });
+        let number = self.0.len() + 1;
+        let (stack, line) = match origin.stack.is_empty() {
+            true => ("", ""),
+            false => {
+                let (stack, line) = self.0.entry(origin.stack).or_insert_with(|| {
+                    let line = line_of(origins, origin.stack).unwrap_or_default();
+                    let frames: Vec<String> = origins.frames(origin.stack).map(|frame| words(origins, frame)).collect();
+                    writer.describe_stack(number, &line, &frames.join("\n"));
+                    (number.to_string(), line)
+                });
+                (stack.as_str(), line.as_str())
+            }
+        };
         let labels = [
-            ("line", line.as_str()),
-            ("stack", stack.as_str()),
+            ("line", line),
+            ("stack", stack),
             ("category", origins.spelt(origin.category)),
             ("note", origins.spelt(origin.note)),
         ];

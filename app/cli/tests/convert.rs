@@ -314,11 +314,57 @@ fn a_timeline_shows_lines_and_annotations_on_few_tracks() {
     for block in &blocks {
         assert_eq!(block["args"]["line"], format!("train.py:7 {hostile}"));
         assert!(block["name"].as_str().unwrap().starts_with("train.py:7"), "{block}");
-        assert!(block["args"]["stack"].as_str().unwrap().starts_with("/x/site-packages/torch/_ops.py:5 empty\n"));
+        assert_eq!(block["args"]["stack"], "1");
     }
+    let stacks: Vec<_> = events.iter().filter(|event| event["cat"] == "stack").collect();
+    assert_eq!(stacks.len(), 1, "each stack is written once");
+    assert_eq!(stacks[0]["name"], format!("stack 1: train.py:7 {hostile}"));
+    let frames = stacks[0]["args"]["frames"].as_str().unwrap();
+    assert_eq!(frames, format!("/x/site-packages/torch/_ops.py:5 empty\ntrain.py:7 {hostile}"));
     let tracks = events.iter().filter(|event| event["name"] == "thread_name").count();
-    assert_eq!(tracks, 24 + 2, "blocks, one stream, annotations");
+    assert_eq!(tracks, 24 + 3, "blocks, one stream, stacks, annotations");
     let host: Vec<_> = events.iter().filter(|event| event["cat"] == "host").collect();
     assert_eq!(host.len(), 1);
     assert_eq!((&host[0]["name"], host[0]["dur"].as_f64()), (&serde_json::json!(hostile), Some(10.0)));
+}
+
+#[test]
+fn a_timeline_numbers_the_stacks_of_the_chosen_gpu() {
+    let dir = TestDir::new();
+    let event = |addr: u64, line: u64, time_us: u64| serde_json::json!({"action": "alloc", "addr": addr, "size": 512, "stream": 0, "time_us": time_us, "frames": [{"name": "f", "filename": "a.py", "line": line}]});
+    let snapshot = serde_json::json!({
+        "segments": [], "allocator_settings": {}, "external_annotations": [],
+        "device_traces": [[event(4096, 1, 1), event(8192, 2, 2)], [event(4096, 3, 1), event(8192, 2, 2), event(16384, 3, 3)]],
+    });
+    let from = dir.file("a.json", snapshot.to_string());
+    convert(&dir, &from, "perfetto", "p.json", &["--gpu", "1"]).ok();
+    let read: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(dir.at("p.json")).unwrap()).unwrap();
+    let events = read["traceEvents"].as_array().unwrap();
+    let of = |cat: &'static str| events.iter().filter(move |event| event["cat"] == cat);
+    let stacks: Vec<_> = of("stack").map(|stack| stack["name"].as_str().unwrap()).collect();
+    assert_eq!(stacks, ["stack 1: a.py:3 f", "stack 2: a.py:2 f"]);
+    let numbers: Vec<_> = of("block").map(|block| block["args"]["stack"].as_str().unwrap()).collect();
+    assert_eq!(numbers, ["1", "2", "1"]);
+}
+
+#[test]
+fn a_timeline_counts_requested_bytes_of_active_blocks() {
+    let dir = TestDir::new();
+    let event = |action: &str, addr: u64, bytes: u64, time_us: u64| serde_json::json!({"action": action, "addr": addr, "size": bytes, "stream": 0, "time_us": time_us});
+    let events = [
+        event("alloc", 4096, 100, 1),
+        event("alloc", 8192, 7, 2),
+        event("free_requested", 4096, 100, 3),
+        event("free_completed", 4096, 100, 4),
+    ];
+    let snapshot = serde_json::json!({
+        "segments": [], "device_traces": [events], "allocator_settings": {}, "external_annotations": [],
+    });
+    let from = dir.file("a.json", snapshot.to_string());
+    convert(&dir, &from, "perfetto", "p.json", &[]).ok();
+    let read: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(dir.at("p.json")).unwrap()).unwrap();
+    let counters = read["traceEvents"].as_array().unwrap().iter().filter(|event| event["ph"] == "C");
+    let levels: Vec<_> = counters.map(|counter| counter["args"].clone()).collect();
+    let level = |requested: u64, pending: u64| serde_json::json!({"requested": requested, "pending": pending});
+    assert_eq!(levels, [level(100, 0), level(107, 0), level(107, 100), level(7, 0)]);
 }

@@ -76,6 +76,10 @@ pub trait TraceWriter {
     /// it.
     fn say(&mut self, _name: &str, _arguments: &[(&'static str, &str)]) {}
 
+    /// Describes a stack that the next event is the first to have, for formats that show stacks once; others ignore it. The
+    /// arguments of [`say`](Self::say) refer to it by its number.
+    fn describe_stack(&mut self, _number: usize, _line: &str, _frames: &str) {}
+
     /// Sets how each allocation of a device was served, in order, for formats that show it; others ignore it.
     fn served(&mut self, _device: u16, _places: Vec<BlockPlace>) {}
 

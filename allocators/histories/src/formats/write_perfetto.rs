@@ -1,13 +1,17 @@
 //! Chrome's trace events as JSON, for ui.perfetto.dev: counters, lifetimes of blocks, and events.
 //!
-//! A device is a process. Counters: `requested`, bytes in blocks from allocation to the client's free; `active`, the same until
-//! the free has completed; `reserved`, bytes in segments, if the recording has segments. Segments, failed requests and uses on
-//! other streams are instants on the thread of their stream.
+//! A device is a process. Counters: `requested`, requested bytes of active blocks; `pending`, the part of it whose free was
+//! requested and has not completed; `reserved`, bytes in segments, if the recording has segments. The bytes of the blocks
+//! themselves are known only after the last event, if at all. Segments, failed requests and uses on other streams are instants on
+//! the thread of their stream.
 //!
 //! A block's lifetime is a slice from its allocation to the completed free. Slices of one track must not overlap, and thousands
 //! of blocks are live simultaneously, so the largest blocks get tracks; the others are instants on the thread of their stream.
 //! Both have the same arguments: address, bytes, stream, how the request was served, and its origin, as far as known. A file has
 //! at most 50 tracks, which a person can still examine; more than eight devices have some more.
+//!
+//! Each call stack is written once, as an instant `stack N: line` on the host's track `stacks`, at the first block that it
+//! allocated; blocks refer to it by its number. The dictionary `stackFrames` of the format is ignored by ui.perfetto.dev.
 //!
 //! Times are microseconds with decimals from the first event. Memory is some 50 bytes for each block of the recording.
 //! Source: the Trace Event Format document of Chromium.
@@ -41,7 +45,8 @@ struct Life {
     stream: u64,
     thread: u32,
     device: u16,
-    requested: bool,
+    /// Whether its free was requested.
+    pending: bool,
     /// Number of its label, from 1; 0 for none.
     label: u32,
 }
@@ -53,8 +58,16 @@ type Label = (String, Vec<(&'static str, String)>);
 #[derive(Clone, Copy, Debug, Default)]
 struct Levels {
     requested: u64,
-    active: u64,
+    pending: u64,
     reserved: Option<u64>,
+}
+
+impl Levels {
+    /// Subtracts a block that is no longer active.
+    fn remove(&mut self, life: &Life) {
+        self.requested = self.requested.saturating_sub(life.bytes);
+        self.pending = self.pending.saturating_sub(if life.pending { life.bytes } else { 0 });
+    }
 }
 
 /// The entry in the [list](super::list).
@@ -88,6 +101,8 @@ pub struct PerfettoWriter {
     /// Label of the next block, and all labels.
     next_label: u32,
     labels: IndexSet<Label>,
+    /// Name and frames of a stack that the next event is the first to have.
+    next_stack: Option<(String, String)>,
     /// How each allocation of a device was served.
     served: BTreeMap<u16, Vec<BlockPlace>>,
 }
@@ -114,6 +129,7 @@ impl PerfettoWriter {
             tracks: BTreeMap::new(),
             next_label: 0,
             labels: IndexSet::new(),
+            next_stack: None,
             served: BTreeMap::new(),
         })
     }
@@ -240,6 +256,35 @@ impl PerfettoWriter {
         Ok(())
     }
 
+    /// The thread of a track of the host.
+    fn track(&mut self, track: &str) -> Result<u64, WriteError> {
+        if let Some(thread) = self.tracks.get(track) {
+            return Ok(*thread);
+        }
+        let thread = self.tracks.len() as u64 + 1;
+        if self.tracks.is_empty() {
+            self.name("process_name", 0, 0, "host")?;
+        }
+        self.name("thread_name", 0, thread, track)?;
+        self.tracks.insert(track.to_owned(), thread);
+        Ok(thread)
+    }
+
+    /// Writes a stack.
+    fn stack(&mut self, ts: Micros, name: &str, frames: &str) -> Result<(), WriteError> {
+        let thread = self.track("stacks")?;
+        self.put(|out| {
+            write!(
+                out,
+                "{{\"ph\":\"i\",\"s\":\"t\",\"cat\":\"stack\",\"pid\":0,\"tid\":{thread},\"ts\":{ts},\"name\":"
+            )?;
+            serde_json::to_writer(&mut *out, name)?;
+            out.write_all(b",\"args\":{\"frames\":")?;
+            serde_json::to_writer(&mut *out, frames)?;
+            out.write_all(b"}}")
+        })
+    }
+
     fn instant(&mut self, ts: Micros, event: &Event, thread: u32) -> Result<(), WriteError> {
         let (pid, action, addr, bytes) = (process(event.device), event.action, event.addr, event.bytes);
         let key = if action == Action::Oom { "device_free" } else { "addr" };
@@ -254,12 +299,12 @@ impl PerfettoWriter {
 
     fn counters(&mut self, ts: Micros, device: u16) -> Result<(), WriteError> {
         let pid = process(device);
-        let Levels { requested, active, reserved } = self.levels.get(&device).copied().unwrap_or_default();
+        let Levels { requested, pending, reserved } = self.levels.get(&device).copied().unwrap_or_default();
         self.put(|out| {
             write!(
                 out,
                 "{{\"ph\":\"C\",\"pid\":{pid},\"tid\":0,\"ts\":{ts},\"name\":\"memory\",\
-                 \"args\":{{\"requested\":{requested},\"active\":{active}"
+                 \"args\":{{\"requested\":{requested},\"pending\":{pending}"
             )?;
             if let Some(reserved) = reserved {
                 write!(out, ",\"reserved\":{reserved}")?;
@@ -297,24 +342,25 @@ impl TraceWriter for PerfettoWriter {
         let thread = self.thread(device, event.stream)?;
         let mut levels = self.levels.get(&device).copied().unwrap_or_default();
         let label = std::mem::take(&mut self.next_label);
+        if let Some((name, frames)) = self.next_stack.take() {
+            self.stack(ts, &name, &frames)?;
+        }
         match event.action {
             Action::Alloc => {
                 if let Some(lost) = self.live.insert(key, self.lives.len()) {
                     let lost = &mut self.lives[lost];
-                    levels.active = levels.active.saturating_sub(lost.bytes);
-                    levels.requested = levels.requested.saturating_sub(if lost.requested { lost.bytes } else { 0 });
+                    levels.remove(lost);
                     lost.end = Some(event.time_ns);
                 }
-                levels.active = levels.active.saturating_add(event.bytes);
                 levels.requested = levels.requested.saturating_add(event.bytes);
                 let Event { addr, bytes, stream, time_ns: start, .. } = *event;
-                let life = Life { start, end: None, addr, bytes, stream, thread, device, requested: true, label };
+                let life = Life { start, end: None, addr, bytes, stream, thread, device, pending: false, label };
                 self.lives.push(life);
             }
             Action::FreeRequested => match self.live.get(&key).map(|at| &mut self.lives[*at]) {
-                Some(life) if life.requested => {
-                    life.requested = false;
-                    levels.requested = levels.requested.saturating_sub(life.bytes);
+                Some(life) if !life.pending => {
+                    life.pending = true;
+                    levels.pending = levels.pending.saturating_add(life.bytes);
                 }
                 _ => {}
             },
@@ -322,8 +368,7 @@ impl TraceWriter for PerfettoWriter {
                 if let Some(at) = self.live.remove(&key) {
                     let life = &mut self.lives[at];
                     life.end = Some(event.time_ns);
-                    levels.active = levels.active.saturating_sub(life.bytes);
-                    levels.requested = levels.requested.saturating_sub(if life.requested { life.bytes } else { 0 });
+                    levels.remove(life);
                 }
             }
             Action::SegmentAlloc | Action::SegmentMap => {
@@ -344,18 +389,7 @@ impl TraceWriter for PerfettoWriter {
     }
 
     fn slice(&mut self, track: &str, name: &str, start_ns: u64, total_ns: u64) -> Result<(), WriteError> {
-        let thread = match self.tracks.get(track) {
-            Some(thread) => *thread,
-            None => {
-                let thread = self.tracks.len() as u64 + 1;
-                if self.tracks.is_empty() {
-                    self.name("process_name", 0, 0, "host")?;
-                }
-                self.name("thread_name", 0, thread, track)?;
-                self.tracks.insert(track.to_owned(), thread);
-                thread
-            }
-        };
+        let thread = self.track(track)?;
         let (ts, dur) = (self.micros(start_ns), Micros(total_ns.into()));
         self.put(|out| {
             write!(
@@ -372,6 +406,11 @@ impl TraceWriter for PerfettoWriter {
             (name.to_owned(), arguments.iter().map(|(key, value)| (*key, (*value).to_owned())).collect());
         // CAST: there are at most as many labels as blocks, fewer than 2^32.
         self.next_label = self.labels.insert_full(label).0 as u32 + 1;
+    }
+
+    fn describe_stack(&mut self, number: usize, line: &str, frames: &str) {
+        let line = if line.is_empty() { String::new() } else { format!(": {line}") };
+        self.next_stack = Some((format!("stack {number}{line}"), frames.to_owned()));
     }
 
     fn served(&mut self, device: u16, places: Vec<BlockPlace>) {

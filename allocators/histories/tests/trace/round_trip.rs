@@ -240,7 +240,7 @@ fn timeline_counters_match_the_recording() {
             summary.segments.iter().map(state).sum::<u64>()
         };
         assert_eq!(last["reserved"], sum(&|segment| segment.total_size));
-        assert_eq!(last["active"], sum(&|segment| segment.requested_size()));
+        assert_eq!(last["requested"], sum(&|segment| segment.requested_size()));
         // Times start at 0 and increase, and every slice is on a named stream.
         let mut before = 0.0;
         let mut named = BTreeSet::new();
