@@ -330,3 +330,28 @@ fn call_sites_of_a_cuda_program_are_its_lines() {
     let screen = explain(&dir, &[&dir.write("trace.jsonl", trace)]).ok().stdout;
     assert!(screen.contains("matrix.cu:57 allocate") && !screen.contains("libc_start"), "{screen}");
 }
+
+#[test]
+fn headline_and_breakdown_agree_where_segments_are_missing() {
+    let dir = TestDir::new();
+    let base = 1_u64 << 40;
+    let event = |action: &str, addr: u64, bytes: u64, time_us: u64| json!({"action": action, "addr": addr, "size": bytes, "stream": 0, "time_us": time_us});
+    let events = [
+        // In a segment from before recording started, of which the snapshot has nothing.
+        event("alloc", base, 64 * MIB, 1),
+        event("segment_alloc", base + (1 << 30), 20 * MIB, 2),
+        event("alloc", base + (1 << 30), 5 * MIB, 3),
+    ];
+    let snapshot = json!({
+        "segments": [], "device_traces": [events], "allocator_settings": {}, "external_annotations": [],
+    });
+    dir.file("late.json", snapshot.to_string());
+    let screen = dir.run(&["explain", "late.json"]).ok().stdout;
+    for line in [
+        "late.json: peak active 69 MiB; total reserved memory is unknown: the recording shows a part of it, at most 20 MiB",
+        "Part of reserved memory that the recording shows at the peak: 20 MiB (event 3",
+    ] {
+        assert!(screen.contains(line), "{line}\n{screen}");
+    }
+    assert!(!screen.contains("\nReserved memory"), "{screen}");
+}

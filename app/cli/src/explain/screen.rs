@@ -80,6 +80,8 @@ pub(super) fn report(explanation: &Explanation, args: &ExplainArgs, page: &mut P
 #[derive(Debug, Serialize)]
 pub(super) struct Sentences {
     headline: Vec<String>,
+    /// Name of what the breakdown divides.
+    reserved: &'static str,
     /// Stranded memory, deferred frees, and memory outside PyTorch.
     streams: Vec<String>,
     /// One sentence for each of `retries`.
@@ -97,9 +99,23 @@ pub(super) fn sentences(explanation: &Explanation) -> Sentences {
     streams.extend(explanation.host.iter().flat_map(|host| host.sentences()));
     Sentences {
         headline: headline(explanation),
+        reserved: reserved_name(explanation),
         streams,
         retries: explanation.retries.iter().map(sections::retry).collect(),
         causes: Cause::ALL.into_iter().map(|cause| (cause, cause.words())).collect(),
+    }
+}
+
+/// Whether the recording shows fewer segments than its blocks need. What it shows as reserved is then a part of it.
+fn misses_segments(explanation: &Explanation) -> bool {
+    explanation.peak_active.active_bytes > explanation.peak_active.reserved_bytes
+}
+
+/// The name of what the breakdown divides.
+fn reserved_name(explanation: &Explanation) -> &'static str {
+    match misses_segments(explanation) {
+        true => "Part of reserved memory that the recording shows",
+        false => "Reserved memory",
     }
 }
 
@@ -130,11 +146,11 @@ fn headline(explanation: &Explanation) -> Vec<String> {
             "peak active {}; the recording has no segments, so reserved memory is unknown",
             size(active.active_bytes)
         ));
-    } else if active.active_bytes > active.reserved_bytes {
+    } else if misses_segments(explanation) {
         out.push(format!(
-            "peak active {}; the recording shows only {} of their segments, so reserved memory is unknown",
+            "peak active {}; total reserved memory is unknown: the recording shows a part of it, at most {}",
             size(active.active_bytes),
-            size(active.reserved_bytes)
+            size(reserved.reserved_bytes)
         ));
     } else {
         out.push(format!(

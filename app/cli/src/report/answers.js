@@ -237,7 +237,7 @@ const drawBreakdown = (title, parent, explanation, when) => {
   if (whole > 0) {
     const moment = { out_of_memory: "when memory ran out", near_peak_reserved: "within 0.5 % of its peak" }[breakdown.at] ?? "at the peak";
     const at = explanation.events === 0 ? "when the snapshot was taken" : `${moment} (${when(breakdown.moment)})`;
-    title(`Reserved memory ${at}: ${formatBytes(whole)}`);
+    title(`${explanation.sentences.reserved} ${at}: ${formatBytes(whole)}`);
     const known = (part) => [...LEDGER_PARTS, KEPT].find((entry) => entry.key === part.name);
     partsOf(parent, parts.map((part) => [known(part)?.tint ?? "#888888", part.bytes, part.sentence]), whole);
     table(parent, ["part", "bytes", "share", ""], parts.map((part) => [keyOf(known(part)?.tint ?? "#888888", known(part)?.name ?? part.name), formatBytes(part.bytes), percent(part.bytes, whole), inWords(part.sentence.replace(/^[^()]*\([^()]*%\): /, ""))]));

@@ -1,6 +1,6 @@
 //! The second half of the screen: reserved-memory breakdown, phases, peaks, releases and cache misses.
 
-use super::{place, table, when};
+use super::{place, reserved_name, table, when};
 use crate::explain::ExplainArgs;
 use crate::explain::causes::Cause;
 use crate::explain::explanation::{Explanation, Refused, Retry, SparseSegment, Stranded};
@@ -23,8 +23,10 @@ pub(super) fn refusal(explanation: &Explanation, last: &Refused) -> Vec<String> 
         0 => String::new(),
         bytes => format!(" ({} of it in private pools, which serve only their own requests)", size(bytes)),
     };
+    let known =
+        if moment.active_bytes > moment.reserved_bytes { " in the segments that the recording shows" } else { "" };
     let mut out = format!(
-        "{} reserved, {} active; {} free in its stream and pool{private}, largest free block {}: {cause}",
+        "{} reserved{known}, {} active; {} free in its stream and pool{private}, largest free block {}: {cause}",
         size(moment.reserved_bytes),
         size(moment.active_bytes),
         size(last.free_bytes),
@@ -93,10 +95,10 @@ pub(super) fn breakdown(explanation: &Explanation, args: &ExplainArgs, page: &mu
         "near_peak_reserved" => "within 0.5 % of its peak",
         _ => "at the peak",
     };
-    let reserved = size(reserved);
+    let (name, reserved) = (reserved_name(explanation), size(reserved));
     page.title(match explanation.events {
-        0 => format!("Reserved memory when the snapshot was taken: {reserved}"),
-        _ => format!("Reserved memory {at}: {reserved} ({})", when(&breakdown.moment)),
+        0 => format!("{name} when the snapshot was taken: {reserved}"),
+        _ => format!("{name} {at}: {reserved} ({})", when(&breakdown.moment)),
     });
     for part in breakdown.parts.iter().filter(|part| part.bytes > 0) {
         page.labelled(&format!("  {}", label(part.name)), LABEL, &part.sentence);
