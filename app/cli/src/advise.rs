@@ -535,8 +535,11 @@ struct Comparison {
     others: Vec<Outcome<Other>>,
 }
 
-/// Does `work` for each item, with a progress bar.
+/// Does `work` for each item, with a progress bar if there are any.
 fn for_each<T: Sync, R: Send>(items: &[T], message: &str, work: impl Fn(&T) -> Result<R> + Sync) -> Result<Vec<R>> {
+    if items.is_empty() {
+        return Ok(Vec::new());
+    }
     let bar = Bar::new(items.len() as u64, FORM);
     bar.message(message);
     let results = in_parallel(cores(), items, |item| {

@@ -253,6 +253,14 @@ fn screens_at_80_columns() {
 }
 
 #[test]
+fn a_progress_bar_has_steps() {
+    let dir = recording_dir();
+    let shown = pty::show(&mut dir.process(&["advise", HISTORY]), 120, &[]);
+    // Around the best setting of this recording there is none that acts differently.
+    assert!(shown.raw.contains("settings") && !shown.raw.contains(" 0/0 "), "{}", shown.raw);
+}
+
+#[test]
 fn screens_at_other_widths_and_without_styles() {
     let dir = recording_dir();
     for arguments in [

@@ -533,7 +533,7 @@ fn autocast_copies(recording: &Recording) -> Option<Finding> {
 fn avoidable(recording: &Recording, cause: Cause, description: String, found: Avoidable) -> Option<Finding> {
     let Avoidable { numbers, refused, stacks, peak_bytes } = found;
     let times = numbers.len() as u64;
-    let lines = lines(recording, stacks.into_iter().map(|stack| (stack, 1)));
+    let lines = lines(recording, stacks);
     let removal: Removal = Box::new(move |history| history.without_allocations(&numbers, &refused));
     let removal = Some(removal);
     (times > 0).then_some(Finding { cause, description, lines, times, bytes: peak_bytes, segments: 0, removal })

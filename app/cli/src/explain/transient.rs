@@ -14,8 +14,8 @@ pub(crate) struct Avoidable {
     pub(crate) numbers: BTreeSet<u64>,
     /// Numbers of the failed requests, likewise.
     pub(crate) refused: BTreeSet<u64>,
-    /// Stack of each allocation.
-    pub(crate) stacks: Vec<StackId>,
+    /// Number of allocations of each stack.
+    pub(crate) stacks: BTreeMap<StackId, u64>,
     /// Maximum of their simultaneously live bytes.
     pub(crate) peak_bytes: u64,
 }
@@ -44,7 +44,7 @@ pub(crate) struct OptimizerTemporaries {
 impl Avoidable {
     fn add(&mut self, live: &Live) {
         if self.numbers.insert(live.number) {
-            self.stacks.push(live.stack);
+            *self.stacks.entry(live.stack).or_default() += 1;
         }
     }
 
@@ -123,7 +123,7 @@ pub(crate) fn optimizer_temporaries(recording: &Recording) -> OptimizerTemporari
     if !of_lists.numbers.is_empty() {
         of_lists.refused.clone_from(&out.refused);
     }
-    let fused = has_fused_step(&recording.origins, &out.stacks);
+    let fused = has_fused_step(&recording.origins, out.stacks.keys());
     OptimizerTemporaries { all: out.with_peak(recording), lists: of_lists.with_peak(recording), fused }
 }
 
@@ -131,8 +131,8 @@ pub(crate) fn optimizer_temporaries(recording: &Recording) -> OptimizerTemporari
 const FUSED: [&str; 4] = ["adam.py", "adamw.py", "sgd.py", "adagrad.py"];
 
 /// Whether an optimizer whose step has these stacks has a fused step; also true where no frame names the optimizer.
-fn has_fused_step(origins: &Origins, stacks: &[StackId]) -> bool {
-    let frames = stacks.iter().flat_map(|stack| origins.frames(*stack));
+fn has_fused_step<'s>(origins: &Origins, stacks: impl Iterator<Item = &'s StackId>) -> bool {
+    let frames = stacks.flat_map(|stack| origins.frames(*stack));
     let files = frames.filter_map(|frame| {
         let file = origins.spelt(frame.filename).replace('\\', "/");
         let (_, name) = file.rsplit_once("torch/optim/")?;
@@ -171,4 +171,17 @@ pub(crate) fn autocast_copies(recording: &Recording) -> Avoidable {
     }
     casts.values().filter(|live| operators - live.others >= ENDED).for_each(|live| out.add(live));
     out.with_peak(recording)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn allocations_are_counted_by_stack() {
+        let mut temporaries = Avoidable::default();
+        let live = |number| Live { number, stack: StackId::default(), bytes: 512, others: 0 };
+        [0, 1, 1, 2].into_iter().for_each(|number| temporaries.add(&live(number)));
+        assert_eq!(temporaries.stacks, BTreeMap::from([(StackId::default(), 3)]), "the text of a stack is made once");
+    }
 }
