@@ -14,7 +14,7 @@ mod timeline;
 
 use crate::history::{Devices, PYTORCH};
 use crate::nsight;
-use crate::reading::ReadArgs;
+use crate::reading::{ReadArgs, cores, in_parallel};
 use crate::recording::Recording;
 use crate::replay::{Bounds, Search};
 use crate::words::{RECORD, counted};
@@ -197,13 +197,13 @@ fn history_data(
     let bounds = source.compiled.as_ref().map(|compiled| Bounds::of(compiled, args.plan, planning));
     let bounds = bounds.transpose().with_context(|| name.clone())?;
     bar.advance(1);
-    let mut others = Vec::new();
-    for selection in chosen {
+    let others = in_parallel(cores(), chosen, |selection| {
         bar.message(format!("{name} under {selection}"));
         let replayed = maps::replayed(&source, selection, devices, Addresses::Own)?;
-        others.extend(replayed.map(|replayed| (selection.clone(), replayed)));
         bar.advance(1);
-    }
+        Ok(replayed.map(|replayed| (selection.clone(), replayed)))
+    })?;
+    let others: Vec<(Selection, Replayed)> = others.into_iter().flatten().collect();
     bar.message(format!("{name}: packing"));
     data::history(source, served.as_ref(), bounds, &others, answers, numbers).with_context(|| name)
 }
