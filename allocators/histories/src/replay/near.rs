@@ -8,6 +8,8 @@
 //! addresses.
 
 use crate::history::SegmentEvent;
+use crate::steps;
+use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
 use vramlab_device::{CallKind, DeviceAddr, Driver, DriverError, DriverResult};
 
@@ -19,8 +21,12 @@ const PAGE: u64 = 2 << 20;
 /// Recorded segments, and allocated ones.
 #[derive(Debug)]
 pub(super) struct Near {
-    /// By size: recorded segments or their remainders, with their number in recorded order and their address.
-    recorded: BTreeMap<u64, BTreeSet<(usize, u64)>>,
+    /// Address of each recorded segment or its remainder, in recorded order.
+    addresses: Vec<u64>,
+    /// Their bytes; 0 if in use.
+    bytes: Largest,
+    /// Their numbers by size.
+    recorded: BTreeMap<u64, BTreeSet<usize>>,
     /// The lowest recorded address.
     lowest: u64,
     /// Offset that moves the device's own addresses below the recorded ones.
@@ -31,35 +37,47 @@ pub(super) struct Near {
 
 impl Near {
     pub(super) fn new(segments: impl Iterator<Item = SegmentEvent>) -> Self {
-        let mut near =
-            Self { recorded: BTreeMap::new(), lowest: u64::MAX, down: None, allocated: AllocatedRanges::default() };
-        for (number, segment) in segments.filter(|segment| !segment.released && segment.part.is_none()).enumerate() {
-            near.recorded.entry(segment.bytes).or_default().insert((number, segment.addr));
-            near.lowest = near.lowest.min(segment.addr);
+        let made = segments.filter(|segment| !segment.released && segment.part.is_none());
+        let (addresses, sizes): (Vec<u64>, Vec<u64>) = made.map(|segment| (segment.addr, segment.bytes)).unzip();
+        let mut recorded = BTreeMap::<u64, BTreeSet<usize>>::new();
+        for (number, bytes) in sizes.iter().enumerate() {
+            recorded.entry(*bytes).or_default().insert(number);
         }
-        near
+        let lowest = addresses.iter().copied().min().unwrap_or(u64::MAX);
+        let (bytes, allocated) = (Largest::new(&sizes), AllocatedRanges::default());
+        Self { addresses, bytes, recorded, lowest, down: None, allocated }
     }
 
-    /// The next free recorded address: of that size, else the start of a larger segment. Logarithmic in the segments and linear
-    /// in their sizes, of which programs have few.
+    /// The next free recorded address: of that size, else the start of a larger segment. Logarithmic in the segments.
     fn next(&mut self, bytes: u64) -> Option<u64> {
         loop {
-            let first = |places: &BTreeSet<(usize, u64)>| places.first().copied();
-            let exact = self.recorded.get(&bytes).and_then(first).map(|address| (address, bytes));
-            let larger = || {
-                let sizes = self.recorded.range(bytes..).filter_map(|(size, places)| Some((first(places)?, *size)));
-                sizes.min_by_key(|((number, _), _)| *number)
-            };
-            let ((number, addr), size) = exact.or_else(larger)?;
-            self.recorded.get_mut(&size)?.remove(&(number, addr));
+            let exact = self.recorded.get(&bytes).and_then(|numbers| numbers.first().copied());
+            let number = exact.or_else(|| self.bytes.first(bytes))?;
+            let (addr, size) = (self.addresses[number], self.bytes.get(number));
+            self.set(number, addr, 0);
             if self.allocated.is_free(addr, bytes) {
                 let rest = (addr + bytes).next_multiple_of(PAGE);
                 if let Some(left) = (addr + size).checked_sub(rest).filter(|left| *left > 0) {
-                    self.recorded.entry(left).or_default().insert((number, rest));
+                    self.set(number, rest, left);
                 }
                 return Some(addr);
             }
         }
+    }
+
+    /// Replaces a recorded segment by its remainder; one of 0 bytes is in use.
+    fn set(&mut self, number: usize, addr: u64, bytes: u64) {
+        if let Entry::Occupied(mut numbers) = self.recorded.entry(self.bytes.get(number)) {
+            numbers.get_mut().remove(&number);
+            if numbers.get().is_empty() {
+                numbers.remove();
+            }
+        }
+        if bytes > 0 {
+            self.recorded.entry(bytes).or_default().insert(number);
+        }
+        self.addresses[number] = addr;
+        self.bytes.set(number, bytes);
     }
 
     /// An address below the recorded ones, or the device's own address if there is no room.
@@ -127,6 +145,53 @@ impl AllocatedRanges {
         unsafe { inner.mem_free(inner_block) }?;
         self.remove(addr);
         Ok(())
+    }
+}
+
+/// Numbers in order, as the leaves of a complete tree in which each node has the larger of its children.
+#[derive(Debug)]
+struct Largest(Vec<u64>);
+
+impl Largest {
+    fn new(numbers: &[u64]) -> Self {
+        let leaves = numbers.len().next_power_of_two();
+        let mut nodes = vec![0; 2 * leaves];
+        nodes[leaves..leaves + numbers.len()].copy_from_slice(numbers);
+        for at in (1..leaves).rev() {
+            nodes[at] = nodes[2 * at].max(nodes[2 * at + 1]);
+        }
+        Self(nodes)
+    }
+
+    fn leaves(&self) -> usize {
+        self.0.len() / 2
+    }
+
+    fn get(&self, at: usize) -> u64 {
+        self.0[self.leaves() + at]
+    }
+
+    fn set(&mut self, at: usize, number: u64) {
+        let mut at = self.leaves() + at;
+        self.0[at] = number;
+        while at > 1 {
+            at /= 2;
+            self.0[at] = self.0[2 * at].max(self.0[2 * at + 1]);
+        }
+    }
+
+    /// The first place with at least `least`, and not 0.
+    fn first(&self, least: u64) -> Option<usize> {
+        let least = least.max(1);
+        let mut at = 1;
+        if self.0[at] < least {
+            return None;
+        }
+        while at < self.leaves() {
+            steps::count(1);
+            at = if self.0[2 * at] >= least { 2 * at } else { 2 * at + 1 };
+        }
+        Some(at - self.leaves())
     }
 }
 

@@ -170,6 +170,25 @@ fn segments_that_another_allocator_does_not_take() {
     }
 }
 
+#[test]
+fn replays_near_recorded_segments_of_many_sizes() {
+    // No segment has the size of its block, so each request takes a part of a larger segment.
+    let segments = MANY / 20;
+    let (size, at) = (|number: u64| (2 + number * 7919 % 5003) * MIB, |number: u64| BASE + number * (MIB << 13));
+    let events: Vec<Event> = (0..segments)
+        .flat_map(|number| {
+            let (at, size) = (at(number), size(number));
+            [event(Action::SegmentAlloc, at, size), event(Action::Alloc, at, size - MIB - KIB * (1 + number % 999))]
+        })
+        .collect();
+    let history = compile("segments of many sizes", None, events.into_iter());
+    let driver: Arc<dyn Driver> = Arc::new(NullDriver::new(u64::MAX / 2));
+    let settings = ReplaySettings { addresses: Addresses::Near, ..ReplaySettings::default() };
+    let selection: Selection = "naive".parse().unwrap();
+    let report = linear("near segments", 2 * segments, || replay(&history, &selection, &driver, &settings)).unwrap();
+    assert_eq!((report.allocations, report.failed_allocations), (segments, 0));
+}
+
 // Following the recorded memory, as `explain` and `report` do.
 
 /// Follows `history` in about as many steps as events, with a query of free memory after each.
