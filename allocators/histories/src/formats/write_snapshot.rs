@@ -27,7 +27,7 @@ pub(super) const PICKLE: Writer = Writer {
 pub(super) const JSON: Writer = Writer {
     name: "snapshot-json",
     file_name: "snapshot.json",
-    summary: "the same as JSON",
+    summary: "the same as JSON, which repeats the stack of each event",
     holds: SnapshotWriter::holds,
     begin: |file| Ok(Box::new(SnapshotWriter::json(file)?)),
 };
