@@ -41,9 +41,14 @@ def relative_difference(one: Sequence[float | str], other: Sequence[float | str]
     return worst
 
 
+def losses(record: Record) -> tuple[tuple[float | str, ...], ...]:
+    """The losses of each process of a run."""
+    return tuple(tuple(rank.get("losses", [])) for rank in record.get("ranks", []))
+
+
 def loss_difference(record: Record, base: Record) -> float:
     """The largest relative difference of the losses of two runs, over the processes of a job."""
-    actual, expected = ([rank.get("losses", []) for rank in run.get("ranks", [])] for run in (record, base))
+    actual, expected = losses(record), losses(base)
     if len(actual) != len(expected):
         return float("inf")
     return max((relative_difference(a, b) for a, b in zip(actual, expected, strict=True)), default=0.0)
@@ -187,11 +192,6 @@ def of_experiment(experiment: Experiment) -> Runs:
 def repeats() -> Runs:
     """The runs of the spec that repeats programs whose losses differed once; none if it has no results."""
     return next((of_experiment(one) for one in _recorded() if one.name == REPEATS), Runs())
-
-
-def losses(record: Record) -> tuple[tuple[float | str, ...], ...]:
-    """The losses of each process of a run."""
-    return tuple(tuple(rank.get("losses", [])) for rank in record["ranks"])
 
 
 def load(*paths: Path) -> Runs:
