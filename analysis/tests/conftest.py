@@ -152,3 +152,24 @@ def write_experiment(folder: Path, arms: list[tuple[str, dict[str, Any], dict[st
                 "status": "done"}  # fmt: skip
         (one / "run.json").write_text(json.dumps(meta))
     return folder
+
+
+def command_experiment(folder: Path, *runs: dict[str, Any]) -> Path:
+    """An experiment of commands: options, result, and other fields of `run.json`."""
+    folder.mkdir(parents=True)
+    document = {"schema_version": 1, "name": folder.name, "question": "Why?", "spec_sha256": "aa", "runs": []}
+    (folder / "experiment.json").write_text(json.dumps(document))
+    for number, run in enumerate(runs):
+        result, more = run.pop("result", None), run.pop("meta", {})
+        one = folder / "runs" / f"{number:02}"
+        one.mkdir(parents=True)
+        meta = {"schema_version": 1, "id": one.name, "arm": "all", "program": "command", "options": run, "repeat": 0}
+        meta |= {"status": "done", "exit_code": 0, "wall_s": 2.5, "started_at": "2026-11-28T02:00:00Z", "error": None}
+        meta |= {"machine": {"cores": 16, "gpu": "NVIDIA H200"}}
+        meta |= {
+            "provenance": {"git_commit": "abcdef0123456789", "driver_release": "580.1", "build_profile": "release"}
+        }
+        (one / "run.json").write_text(json.dumps(meta | more))
+        if result is not None:
+            (one / "result.json").write_text(json.dumps(result))
+    return folder

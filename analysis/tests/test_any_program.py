@@ -1,39 +1,17 @@
-"""Records of the program `command`: unchanged CUDA programs, and the specs of the acceptance list."""
+"""Records of the program `command`: unchanged CUDA programs, and checks inside PyTorch."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.conftest import summary, write_run
-from vramlab_analysis import acceptance, pytorch_comparison
+from tests.conftest import command_experiment, summary, write_run
+from vramlab_analysis import pytorch_comparison
 from vramlab_analysis.experiments import load_experiment
-from vramlab_analysis.pages import acceptance_list, any_program, inside_pytorch
-
-
-def experiment(folder: Path, *runs: dict[str, Any]) -> Path:
-    """An experiment of commands: options, result, and other fields of `run.json`."""
-    folder.mkdir(parents=True)
-    document = {"schema_version": 1, "name": folder.name, "question": "Why?", "spec_sha256": "aa", "runs": []}
-    (folder / "experiment.json").write_text(json.dumps(document))
-    for number, run in enumerate(runs):
-        result, more = run.pop("result", None), run.pop("meta", {})
-        one = folder / "runs" / f"{number:02}"
-        one.mkdir(parents=True)
-        meta = {"schema_version": 1, "id": one.name, "arm": "all", "program": "command", "options": run, "repeat": 0}
-        meta |= {"status": "done", "exit_code": 0, "wall_s": 2.5, "started_at": "2026-11-28T02:00:00Z", "error": None}
-        meta |= {"machine": {"cores": 16, "gpu": "NVIDIA H200"}}
-        meta |= {
-            "provenance": {"git_commit": "abcdef0123456789", "driver_release": "580.1", "build_profile": "release"}
-        }
-        (one / "run.json").write_text(json.dumps(meta | more))
-        if result is not None:
-            (one / "result.json").write_text(json.dumps(result))
-    return folder
+from vramlab_analysis.pages import any_program, inside_pytorch
 
 
 def times(program: str, us: float, **options: Any) -> dict[str, Any]:
@@ -53,7 +31,7 @@ def test_runs_of_the_spec_become_cells_by_program_and_variant(tmp_path: Path, mo
         times("gpt2", 40.0, **{"own-pool": True, "way": "plain"}),
         times("gpt2", 90.0, way="plain"),
     )
-    experiment(
+    command_experiment(
         results / "2026-11-28-h200" / "any-program",
         times("matrices", 100.0, way="plain"),
         times("matrices", 120.0, way="plain"),
@@ -63,8 +41,8 @@ def test_runs_of_the_spec_become_cells_by_program_and_variant(tmp_path: Path, mo
         {"program": "launches", "way": "plain", "result": {"values": launches}},
         {"program": "matrices", "way": "waits", "meta": {"status": "failed", "error": "it broke"}},
     )
-    experiment(results / "2026-11-28-h200" / "any-program-pytorch", *pytorch, turn("gpt2-in-turn", ratio))
-    experiment(
+    command_experiment(results / "2026-11-28-h200" / "any-program-pytorch", *pytorch, turn("gpt2-in-turn", ratio))
+    command_experiment(
         results / "2026-11-28-h200" / "any-program-remainder",
         times("matrices", 50.0, way="ordered"),
         *(turn("cupy-in-turn", ratio | {"ratio": value}) for value in (1.0, 1.3, 1.2)),
@@ -93,78 +71,6 @@ def test_runs_of_the_spec_become_cells_by_program_and_variant(tmp_path: Path, mo
     ], "programs that were not measured have no row"
 
 
-def line(rank: int, *losses: float, **more: Any) -> dict[str, Any]:
-    return {"acceptance": "ddp", "rank": rank, "losses": [*losses], "tolerance": 0.0, "torch": "2.11", **more}
-
-
-def test_runs_of_the_acceptance_spec_are_judged_as_those_of_files(tmp_path: Path) -> None:
-    def run(alloc: str, *lines: dict[str, Any], repeat: int = 0, **more: Any) -> dict[str, Any]:
-        meta = more.pop("meta", {}) | {"repeat": repeat}
-        result = {"lines": [*lines], "tolerance": 0.0} | more.pop("result", {}) if lines else None
-        return {"program": "acceptance-job", "of": "ddp", "alloc": alloc, "result": result, "meta": meta, **more}
-
-    def failed(error: str, code: int | None) -> dict[str, Any]:
-        return {"status": "failed", "error": error, "exit_code": code}
-
-    def backend(rank: int, alloc: str, *losses: float) -> dict[str, Any]:
-        return line(rank, *losses, backend=f"vramlab:{alloc}", peak_reserved=300)
-
-    folder = experiment(
-        tmp_path / "acceptance-2",
-        run("native", line(0, 1.0, peak_reserved=100), line(1, 2.0, peak_reserved=100)),
-        run("native", line(0, 1.0), line(1, 2.0), repeat=1),
-        run("remap", backend(0, "remap", 1.0), backend(1, "remap", 2.0)),
-        run("caching", backend(0, "caching", 1.0), backend(1, "caching", 4.0)),
-        run("bfc", meta=failed("it was ended after 200 s, its timeout_s", None)),
-        run("tlsf", meta=failed("it left a process behind: sleep 600", 0)),
-        run("rmm-pool", meta=failed("no luck", 7)),
-        run("naive", meta={"status": "skipped", "exit_code": None}),
-        run("native", line(0, 1.0), line(1, 2.0), way="record", result={"recorded_files": 0}),
-    )
-    runs = acceptance.of_experiment(load_experiment(folder))
-    verdicts = {arm: runs.differences("ddp", arm) for arm in runs.arms(2)}
-    assert verdicts == {
-        "native": [],
-        "remap": [],
-        "caching": ["losses differ by 5.0e-01"],
-        "bfc": ["did not end"],
-        "tlsf": ["left processes behind"],
-        "rmm-pool": ["ended with 7"],
-        "native+run": ["was not recorded"],
-    }
-    assert runs.ratio("ddp", "remap") == 3.0
-    assert runs.machines[0]["gpu"] == "NVIDIA H200"
-    assert runs.machines[0]["torch"] == "2.11"
-
-
-def test_repeats_add_to_the_runs_of_their_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def job(alloc: str, loss: float, repeat: int) -> dict[str, Any]:
-        result = {"lines": [line(0, loss), line(1, 2.0)], "tolerance": 0.0}
-        meta = {"repeat": repeat}
-        return {"program": "acceptance-job", "of": "ddp", "alloc": alloc, "result": result, "meta": meta}
-
-    def counted(alloc: str, *losses: float) -> list[dict[str, Any]]:
-        return [job(alloc, loss, repeat) for repeat, loss in enumerate(losses)]
-
-    label = tmp_path / "2026-11-28-h200"
-    experiment(label / "acceptance-2", *counted("native", 1.0, 1.0), *counted("remap", 1.25))
-    monkeypatch.setenv("RESULTS", str(tmp_path))
-    monkeypatch.setattr(acceptance, "files", list)
-    alone = acceptance.load()
-    assert alone.differences("ddp", "remap") == ["losses differ by 2.0e-01"]
-    assert acceptance.repeats().runs == []
-    again = [*counted("native", 1.0, 1.0, 1.25), *counted("remap", 1.0, 1.25, 1.25, 1.5)]
-    experiment(label / "acceptance-repeats", *again)
-    runs = acceptance.load()
-    assert [len(runs.of("ddp", arm)) for arm in ("native", "remap")] == [5, 5]
-    assert runs.differences("ddp", "remap") == [], "native's own losses differ as much"
-    assert acceptance_list.repeats().splitlines()[2:] == [
-        "| `ddp` | `native` | 3 | 1 | – | 2.0e-01 |",
-        "| `ddp` | `remap` | 4 | 3 | 2 | 3.3e-01 |",
-    ]
-    assert acceptance_list.again() == {"native": {"runs": 3, "other": 1}, "remap": {"runs": 4, "other": 3}}
-
-
 def test_programs_with_different_results_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(program: str, total: float, **options: Any) -> dict[str, Any]:
         return {"program": program, **options, "result": {"values": {}, "results": {"total": total}}}
@@ -176,7 +82,7 @@ def test_programs_with_different_results_are_counted(tmp_path: Path, monkeypatch
         run("jax", 4.0, way="record", of="b"),
     ]
     monkeypatch.setenv("RESULTS", str(tmp_path))
-    experiment(tmp_path / "2026-11-28-h200" / "any-program-checks", *runs)
+    command_experiment(tmp_path / "2026-11-28-h200" / "any-program-checks", *runs)
     assert any_program.checks() == {"runs": 5, "programs": 2, "differ": 1}, "one run is compared with nothing"
 
 
@@ -192,7 +98,7 @@ def test_recorders_are_compared_in_turns(tmp_path: Path, monkeypatch: pytest.Mon
         runs += [run(program, recorder, 1.5, 1.5, 3.0, 3.0, 3.0) for recorder in list(inside_pytorch.RECORDERS)[1:]]
         runs.append(run(program, "own", 1.0, 1.0, 2.0, 2.5, 2.5, events=10, bytes=2_000_000))
     monkeypatch.setenv("RESULTS", str(tmp_path))
-    experiment(tmp_path / "2026-11-28-h200" / "inside-recording", *runs)
+    command_experiment(tmp_path / "2026-11-28-h200" / "inside-recording", *runs)
     first, second, *_ = inside_pytorch.recorders().splitlines()[2:]
     assert first.endswith(" | 1.000 (1.000 to 1.250) |")
     assert second.endswith(" | 1.500 (1.500 to 1.500) |")
@@ -211,12 +117,12 @@ def test_checks_and_costs_are_read_from_their_specs(tmp_path: Path, monkeypatch:
         return run | ({"alloc": "remap"} if program.startswith("pytorch") else {})
 
     label = tmp_path / "results" / "2026-11-28-h200"
-    experiment(
+    command_experiment(
         label / "torch-tests",
         outcomes("native", ("a", "passed"), ("b", "failed"), ("c", "passed")),
         outcomes("caching", ("a", "passed"), ("b", "failed"), ("c", "timed out")),
     )
-    experiment(
+    command_experiment(
         label / "sanitizer",
         sanitized("pytorch", "on", 9, errors=1.0),
         sanitized("pytorch-inside", "off", 0, errors=0.0),
@@ -226,7 +132,7 @@ def test_checks_and_costs_are_read_from_their_specs(tmp_path: Path, monkeypatch:
     )
     costs = {"ns": [3000.0, 5000.0, 4000.0], "ns_large": [4500.0], "buffers": True, "all_freed": False}
     lines = [{"program": "rmm", "rmm": "26.08", "cupy": "14", "callback": costs, "caching": costs}]
-    experiment(label / "rmm-costs", {"program": "rmm-costs", "of": "caching", "result": {"lines": lines}})
+    command_experiment(label / "rmm-costs", {"program": "rmm-costs", "of": "caching", "result": {"lines": lines}})
     monkeypatch.setenv("RESULTS", str(tmp_path / "results"))
     rows = [line.split(" | ") for line in inside_pytorch.torch_tests().splitlines()[2:]]
     assert [[cell.strip("|` ") for cell in row[1:]] for row in rows] == [
@@ -256,7 +162,7 @@ def test_steps_beside_pytorch_are_compared_by_their_medians(tmp_path: Path) -> N
     runs = [run("ours-half", us) for us in (4.0, 5.0, 6.0)]
     runs += [run("ours-streams-half", 3.0), run("captured-half", 6.0), run("compiled-half", 9.0)]
     runs += [run("autotune-half", 0.0, status="failed", error="it does not compile")]
-    folder = experiment(tmp_path / "training-beside", *({**one} for one in runs))
+    folder = command_experiment(tmp_path / "training-beside", *({**one} for one in runs))
     for number, one in enumerate(runs):
         record = summary("caching")
         record["epochs"][-1] |= {"train_device_s": one["us"] * 300 / 1e6, "steps": 300}

@@ -13,15 +13,13 @@ from vramlab_analysis.pages.cells import dates, listed
 from vramlab_analysis.pages.registry import group, markdown, table
 
 MIB = 2**20
-# More runs of a program under an allocator than this look for rare failures.
-FEW = 9
 # Peaks of native that differ by no more than this factor are shown as one.
 SAME = 1.01
 
 
 @cache
 def _runs() -> acceptance.Runs:
-    return acceptance.load()
+    return acceptance.load(*acceptance.SPECS)
 
 
 def _arms(gpus: int) -> list[str]:
@@ -85,99 +83,46 @@ def two_gpus() -> str:
     return _table("program of two GPUs", 2)
 
 
-@table("acceptance-differences")
-def differences() -> str:
-    """Programs and allocators with runs that differ from native's, and how much native's own runs differ."""
-    body = []
-    for gpus in (1, 2):
-        for program in _runs().programs(gpus):
-            natives = _runs().of(program, acceptance.NATIVE)
-            spread = acceptance.spread(natives)
-            own = f"by up to {spread:.1e}" if spread else "equal in all bits"
-            for arm in _arms(gpus):
-                found = _runs().differences(program, arm)
-                if found:
-                    words, count = "; ".join(dict.fromkeys(found)), f"{len(found)} of {len(_runs().of(program, arm))}"
-                    body.append([f"`{program}`", _head(arm), words, count, own, f"{len(natives)}"])
-    head = ["program", "allocator", "difference", "in runs", "native's own losses", "native's runs"]
-    return markdown(head, body, left=5)
-
-
-def _usual(runs: acceptance.Runs, program: str) -> Any:
-    """The losses that most of native's runs of a program have."""
-    return Counter(map(acceptance.losses, runs.of(program, acceptance.NATIVE))).most_common(1)[0][0]
-
-
-@table("acceptance-repeats")
-def repeats() -> str:
-    """Programs whose losses differed in a single run, repeated under native and other allocators."""
-    runs = acceptance.repeats()
-    body = []
-    for program in runs.programs(2):
-        natives = runs.of(program, acceptance.NATIVE)
-        usual, seen = _usual(runs, program), set(map(acceptance.losses, natives))
-        for arm in runs.arms(2):
-            some = runs.of(program, arm)
-            found = [acceptance.losses(run) for run in some]
-            other = [one for one in found if one != usual]
-            most = max(acceptance.loss_difference(run, base) for run in some for base in natives)
-            body.append([
-                f"`{program}`", _head(arm), f"{len(found)}", f"{len(other)}",
-                f"{sum(one in seen for one in other)}" if arm != acceptance.NATIVE else "–", f"{most:.1e}",
-            ])  # fmt: skip
-    head = ["program", "allocator", "runs", "with other losses", "of these, also under native", "largest difference"]
-    return markdown(head, body, left=2)
-
-
-@group("acceptance-repeats")
-def again() -> Mapping[str, Any]:
-    """By arm: `runs` of the programs that were repeated, and those with `other` losses than most of native's."""
-    runs = acceptance.repeats()
-    values: dict[str, Any] = {}
-    for run in runs.runs:
-        counts = values.setdefault(run["arm"], {"runs": 0, "other": 0})
-        counts["runs"] += 1
-        counts["other"] += acceptance.losses(run) != _usual(runs, run["program"])
-    return values
+def _equal(runs: acceptance.Runs, program: str) -> bool:
+    """True if the losses of all completed runs of a program are equal in all bits."""
+    return len({run.losses for run in runs.of(program) if run.completed}) == 1
 
 
 @group("acceptance")
 def counts() -> Mapping[str, Any]:
-    """Programs, runs under other allocators than native and differences by the number of GPUs, `1` and `2`; runs of
-    native that were recorded, `recorded`; programs whose native runs agree in all bits, `bits`; skipped programs;
-    machines in words; the repeated runs: `runs`, `hung`, `failed` and the programs' names."""
+    """By the number of GPUs, `1` and `2`: programs, runs under other allocators than native, recorded runs of native,
+    differences, and programs with equal losses in all bits in all runs (`equal`). The other programs (`unequal`),
+    those that were skipped, and machines in words; `repeated`: the programs of the repeated runs, their number and
+    those whose losses differ from the program's first run."""
     runs = _runs()
-    values: dict[str, Any] = {
-        "machines": [],
-        "days": dates(machine["at"] for machine in runs.machines if "at" in machine),
-    }
+    values: dict[str, Any] = {"days": dates(run.entry.meta["started_at"] for run in runs.runs)}
+    unequal: list[str] = []
     for gpus in (1, 2):
         programs, arms = runs.programs(gpus), _arms(gpus)
         count = {arm: sum(len(runs.of(program, arm)) for program in programs) for arm in arms}
         recorded = count.pop(acceptance.NATIVE + acceptance.RECORDED, 0)
+        other = [program for program in programs if not _equal(runs, program)]
         values[str(gpus)] = {
             "programs": len(programs),
             "runs": sum(count.values()),
             "recorded": recorded,
             "differences": sum(len(runs.differences(program, arm)) for program in programs for arm in arms),
-            "bits": sum(acceptance.spread(runs.of(program, acceptance.NATIVE)) == 0 for program in programs),
+            "equal": len(programs) - len(other),
         }
-    machines = [machine for machine in runs.machines if "gpu" in machine]
+        unequal += other
+    machines = [machine for run in runs.runs if {"gpu", "torch"} <= (machine := run.machine).keys()]
     words = (f"{machine['gpu']}, driver {inside.driver(machine)}, PyTorch {machine['torch']}" for machine in machines)
     values["machines"] = "; ".join(dict.fromkeys(words))
     values["builds"] = listed(dict.fromkeys(inside.build(machine) for machine in machines))
-    programs = sorted({run["program"] for run in runs.runs})
-    skipped = [f"`{program}` ({why})" for program in programs if (why := runs.skip_reason(program))]
+    values["unequal"] = listed([f"`{program}`" for program in unequal]) if unequal else "none"
+    skipped = sorted({f"`{run.program}` ({run.why_skipped})" for run in runs.runs if run.why_skipped})
     values["skipped"] = listed(skipped) if skipped else "none"
-    groups = [
-        runs.of(program, arm) for program in programs for arm in dict.fromkeys(run["arm"] for run in runs.of(program))
-    ]
-    repeated = [group for group in groups if len(group) > FEW]
+    again = acceptance.load(acceptance.REPEATS)
+    first = {run.program: run.losses for run in reversed(again.runs)}
     values["repeated"] = {
-        "programs": listed(dict.fromkeys(f"`{group[0]['program']}`" for group in repeated)) if repeated else "none",
-        "arms": listed(dict.fromkeys(_head(group[0]["arm"]) for group in repeated)) if repeated else "none",
-        "runs": sum(map(len, repeated)),
-        "hung": sum(run["status"] == "hung" for group in repeated for run in group),
-        "failed": sum(run["status"] == "failed" for group in repeated for run in group),
+        "programs": listed([f"`{program}`" for program in sorted(first)]) if first else "none",
+        "arms": listed([_head(arm) for arm in again.arms(2)]) if first else "none",
+        "runs": len(again.runs),
+        "other": sum(run.losses != first[run.program] for run in again.runs),
     }
     return values
