@@ -20,7 +20,7 @@ use crate::replay::{Bounds, Search};
 use crate::words::{RECORD, counted};
 use anyhow::{Context, Result, bail};
 use clap::Args;
-use data::{Answers, HistoryData, PageData};
+use data::{Answers, HistoryData, PageData, Recorded};
 use maps::Replayed;
 use page::Numbers;
 use replays::ReplaysData;
@@ -126,12 +126,15 @@ fn write(
         let recording = Recording::read(&input.file, args.gpu, limit, &args.read)?;
         lines.extend(recording.gpus.lines().into_iter().map(|line| format!("{}: {line}", input.file.display())));
         without_events |= recording.events.is_empty();
+        let source = Source::new(input, &recording, limit)?;
+        // A recording that is too large is refused before its replays, which can take minutes.
+        let name = source.name.clone();
+        let recorded = data::recorded(source, &mut numbers).context(name)?;
         // `advise` and `explain` draw their own progress bars.
         let answers = answers(input, &recording, args);
-        let source = Source::new(input, &recording, limit)?;
         drop(recording);
         let bar = Bar::new(chosen.len() as u64 + 2, "{bar:30} report {pos}/{len} {wide_msg} [{elapsed} left {eta}]");
-        histories.push(history_data(source, &chosen, &devices, args, &bar, answers, &mut numbers)?);
+        histories.push(history_data(recorded, &chosen, &devices, args, &bar, answers, &mut numbers)?);
         bar.clear();
     }
     let names = histories.iter().map(|history| &history.name);
@@ -181,7 +184,7 @@ fn answers(input: &Input, recording: &Recording, args: &ReportArgs) -> Answers {
 
 /// The page's data about one recording.
 fn history_data(
-    source: Source,
+    recorded: Recorded,
     chosen: &[Selection],
     devices: &Devices,
     args: &ReportArgs,
@@ -189,9 +192,10 @@ fn history_data(
     answers: Answers,
     numbers: &mut Numbers,
 ) -> Result<HistoryData> {
+    let source = &recorded.source;
     let name = source.name.clone();
     bar.message(format!("{name}: reproducing the recording"));
-    let served = reproduce(&source, devices)?;
+    let served = reproduce(source, devices)?;
     bar.advance(1);
     let planning = |progress: &str| bar.message(format!("planning {name}: {progress}"));
     let bounds = source.compiled.as_ref().map(|compiled| Bounds::of(compiled, args.plan, planning));
@@ -199,13 +203,13 @@ fn history_data(
     bar.advance(1);
     let others = in_parallel(cores(), chosen, |selection| {
         bar.message(format!("{name} under {selection}"));
-        let replayed = maps::replayed(&source, selection, devices, Addresses::Own)?;
+        let replayed = maps::replayed(source, selection, devices, Addresses::Own)?;
         bar.advance(1);
         Ok(replayed.map(|replayed| (selection.clone(), replayed)))
     })?;
     let others: Vec<(Selection, Replayed)> = others.into_iter().flatten().collect();
     bar.message(format!("{name}: packing"));
-    data::history(source, served.as_ref(), bounds, &others, answers, numbers).with_context(|| name)
+    data::history(recorded, served.as_ref(), bounds, &others, answers, numbers).with_context(|| name)
 }
 
 /// The replay that matches every recorded block address; without one, a replay whose breakdown approximates the recording's.

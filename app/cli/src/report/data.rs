@@ -128,9 +128,28 @@ struct SettingData {
     measured: bool,
 }
 
-/// The data of a recording; its numbers are added to the page.
+/// A recording, and the groups of its numbers that do not depend on replays.
+pub(super) struct Recorded {
+    pub(super) source: Source,
+    lives: usize,
+    stacks: Option<usize>,
+}
+
+/// Adds the numbers that do not depend on replays to the page.
+///
+/// # Errors
+/// They and the map of the recording are too large for a page.
+pub(super) fn recorded(source: Source, numbers: &mut Numbers) -> Result<Recorded> {
+    let lives = numbers.add(&lives(&source))?;
+    let stacks = source.stacks.columns().map(|columns| numbers.add(&columns)).transpose()?;
+    // With placements it has more numbers.
+    numbers.check(&maps::recorded(&source.timeline, None).columns(&source.timeline).0)?;
+    Ok(Recorded { source, lives, stacks })
+}
+
+/// The data of a recording; its other numbers are added to the page.
 pub(super) fn history(
-    source: Source,
+    Recorded { source, lives, stacks }: Recorded,
     served: Option<&Replayed>,
     bounds: Option<Bounds>,
     others: &[(Selection, Replayed)],
@@ -141,7 +160,6 @@ pub(super) fn history(
     let exact = served.filter(|served| served.as_recorded);
     let placements = source.served.as_deref().or(exact.map(|served| served.map.places.as_slice()));
     let mut notes = notes(&source, placements.is_some());
-    let lives = numbers.add(&lives(&source))?;
     let mut shown = vec![pack(&maps::recorded(timeline, placements), timeline, numbers, true)?];
     let mut omitted = Vec::new();
     for (selection, other) in others {
@@ -167,7 +185,7 @@ pub(super) fn history(
         timed: timeline.times_ns.iter().any(|time| *time != timeline.times_ns[0]),
         streams: timeline.streams.list.iter().map(|stream| stream_name(*stream)).collect(),
         paths: maps::path_names(),
-        stacks: source.stacks.columns().map(|columns| numbers.add(&columns)).transpose()?,
+        stacks,
         figures: figures(&source, exact, bounds, answers.retries()),
         notes,
         lives,

@@ -62,6 +62,14 @@ impl Numbers {
         self.push(text).map(Some)
     }
 
+    /// Adds nothing, and checks that these columns would leave the page small enough.
+    ///
+    /// # Errors
+    /// The page would be larger than browsers handle well.
+    pub(super) fn check(&self, columns: &Columns) -> Result<()> {
+        check_size(self.bytes + columns.text()?.len())
+    }
+
     fn push(&mut self, text: String) -> Result<usize> {
         self.bytes += text.len();
         self.groups.push(text);
@@ -94,13 +102,19 @@ pub(super) fn document(title: &str, data: &impl Serialize, numbers: &Numbers) ->
         ("numbers", &groups),
         ("script", SCRIPT),
     ]);
+    check_size(page.len())?;
+    Ok(page)
+}
+
+/// Checks the size of a page, or of the part that is known.
+fn check_size(bytes: usize) -> Result<()> {
     anyhow::ensure!(
-        page.len() <= LARGEST,
-        "the page would have {}, and browsers handle at most {} well; use fewer or shorter recordings",
-        Bytes(page.len() as u64),
+        bytes <= LARGEST,
+        "the page would have {} or more, and browsers handle at most {} well; use fewer or shorter recordings",
+        Bytes(bytes as u64),
         Bytes(LARGEST as u64)
     );
-    Ok(page)
+    Ok(())
 }
 
 /// Fills the template. Inserted values are not scanned again.
@@ -224,6 +238,17 @@ mod tests {
         let places: Vec<&str> = TEMPLATE.split("{{").skip(1).filter_map(|rest| rest.split("}}").next()).collect();
         assert_eq!(places, ["policy", "title", "style", "data", "numbers", "script"]);
         assert!(page.contains(&hash(SCRIPT)) && page.contains(SCRIPT) && page.ends_with("</html>\n"));
+    }
+
+    #[test]
+    fn numbers_that_fill_the_page_are_refused_before_more_are_made() {
+        let columns = Columns::default();
+        let text = columns.text().unwrap().len();
+        let mut numbers = Numbers { bytes: LARGEST - text, ..Numbers::default() };
+        numbers.check(&columns).unwrap();
+        numbers.bytes += 1;
+        let error = numbers.check(&columns).unwrap_err().to_string();
+        assert!(error.starts_with("the page would have ") && error.contains("shorter recordings"), "{error}");
     }
 
     /// The words between two texts of the script.
