@@ -269,8 +269,8 @@ allocate_from_pool!(cuMemAllocFromPoolAsync_ptsz, true);
 /// Frees in the order of a stream.
 fn free_async(addr: u64, stream: u64, per_thread: bool, pass: impl FnOnce() -> i32) -> i32 {
     let start = record::start();
-    let own = is_per_thread(stream, per_thread);
-    if stream > streams::LEGACY || own {
+    let ordering = if is_per_thread(stream, per_thread) { streams::PER_THREAD } else { stream };
+    if ordering > streams::LEGACY {
         streams::become_multi();
     }
     let place = record::place();
@@ -290,11 +290,11 @@ fn free_async(addr: u64, stream: u64, per_thread: bool, pass: impl FnOnce() -> i
         return code;
     };
     // As the driver, which refuses memory that was not allocated in the capture.
-    let code = match streams::is_capturing() && captures(stream) {
+    let code = match streams::is_capturing() && captures(ordering) {
         true => INVALID_VALUE,
         false => match serve::take(addr) {
             Some(held) => {
-                served.free_on(held, if own { streams::PER_THREAD } else { stream });
+                served.free_on(held, ordering);
                 SUCCESS
             }
             None => INVALID_VALUE,

@@ -123,6 +123,7 @@ SHOWN R cuStreamDestroy_v2(S s) { CALLED; (void)s; return OK; }
 SHOWN R cuStreamWaitEvent(S s, uintptr_t e, unsigned f) { (void)s; (void)e; (void)f; return OK; }
 static __thread S captured;
 SHOWN R cuStreamBeginCapture_v2(S s, int m) { CALLED; (void)m; captured = s; return OK; }
+SHOWN R cuStreamBeginCapture_v2_ptsz(S s, int m) { return cuStreamBeginCapture_v2(s ? s : 2, m); }
 SHOWN R cuStreamEndCapture(S s, uintptr_t* g) { CALLED; (void)s; captured = 0; *g = 0x77; return OK; }
 SHOWN R cuStreamIsCapturing(S s, int* v) { *v = captured && s == captured; return OK; }
 SHOWN R cuThreadExchangeStreamCaptureMode(int* m) { *m = 0; return OK; }

@@ -200,8 +200,8 @@ static void errors(void) {
     CHECK(cuStreamDestroy(stream) == 0);
 }
 
-// A stream whose work is captured: memory is the driver's.
-static void capture(void) {
+// A stream whose work is captured: memory is the driver's. `own` is the thread's default stream.
+static void capture(S own) {
     S stream;
     uintptr_t graph;
     P before, p, q;
@@ -214,6 +214,9 @@ static void capture(void) {
     CHECK(cuMemFreeAsync(before, stream) == 1 || getenv("PLAIN"));
     CHECK(cuMemFree(before) == 0 || getenv("PLAIN"));
     CHECK(cuStreamEndCapture(stream, &graph) == 0 && graph);
+    CHECK(cuMemAlloc(&q, 4096) == 0 && cuStreamBeginCapture(own, 0) == 0);
+    CHECK(cuMemFreeAsync(q, own) == 1 || getenv("PLAIN"));
+    CHECK(cuStreamEndCapture(own, &graph) == 0 && (cuMemFree(q) == 0 || getenv("PLAIN")));
     CHECK(cuMemAlloc(&q, 4096) == 0 && cuMemFree(q) == 0);
     CHECK(cuStreamDestroy(stream) == 0);
 }
@@ -379,7 +382,7 @@ int main(int count, char** words) {
         for (int i = 0; i < 512; i++) turn(i, 9);
     if (!strcmp(test, "errors")) errors();
     if (!strcmp(test, "late-fork")) late_fork();
-    if (!strcmp(test, "capture")) capture();
+    if (!strcmp(test, "capture")) capture(strcmp(way, "ptsz") ? 2 : 0);
     if (!strcmp(test, "contexts")) contexts();
     if (!strcmp(test, "exports")) exports();
     if (!strcmp(test, "kinds")) kinds(50);
