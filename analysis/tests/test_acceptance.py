@@ -141,7 +141,7 @@ def test_tables_and_counts_have_differences_and_peaks(record: Record) -> None:
     assert values["1"] == {"programs": 2, "runs": 6, "recorded": 0, "differences": 3, "equal": 1}
     assert values["machines"] == "NVIDIA H200, driver 580.1, PyTorch 2.11.0"
     assert (values["builds"], values["days"]) == ("abcdef01", "2026-11-28")
-    assert (values["unequal"], values["skipped"]) == ("`q`", "`x` (needs cupy)")
+    assert (values["unequal"], values["natively"], values["skipped"]) == ("`q`", 0, "`x` (needs cupy)")
     assert values["repeated"] == {"programs": "none", "arms": "none", "runs": 0, "other": 0}
 
 

@@ -126,7 +126,9 @@ def test_checks_and_costs_are_read_from_their_specs(tmp_path: Path, monkeypatch:
         label / "sanitizer",
         sanitized("pytorch", "on", 9, errors=1.0),
         sanitized("pytorch-inside", "off", 0, errors=0.0),
-        sanitized("overrun", "caching", 9, errors=1.0, invalid="write"),
+        sanitized("overrun", "caching", 9, errors=1.0, invalid="write", block="4,000"),
+        sanitized("overrun", "remap", 9, errors=1.0, call="cuMemMap"),
+        sanitized("overrun", "bfc", 9, errors=1.0, invalid="write"),
         sanitized("overrun-off", "caching", 0, errors=0.0),
         sanitized("training", "bfc", 0, errors=0.0),
     )
@@ -141,9 +143,11 @@ def test_checks_and_costs_are_read_from_their_specs(tmp_path: Path, monkeypatch:
     ]
     rows = [line.strip("| ").split(" | ") for line in inside_pytorch.sanitizer().splitlines()[2:]]
     assert rows == [
-        ["PyTorch", "`remap`", "yes", "yes", "refuses the heap"],
+        ["PyTorch", "`remap`", "yes", "yes", "another error"],
         ["PyTorch", "`remap`", "no", "no", "no error"],
         ["example `overrun`", "`caching`", "yes", "yes", "the write, with the bounds of the block"],
+        ["example `overrun`", "`remap`", "yes", "yes", "an error of `cuMemMap`"],
+        ["example `overrun`", "`bfc`", "yes", "yes", "the write"],
         ["example `overrun`", "`caching`", "no", "yes", "no error"],
         ["a short training", "`bfc`", "yes", "no", "no error"],
     ]

@@ -91,9 +91,10 @@ def _equal(runs: acceptance.Runs, program: str) -> bool:
 @group("acceptance")
 def counts() -> Mapping[str, Any]:
     """By the number of GPUs, `1` and `2`: programs, runs under other allocators than native, recorded runs of native,
-    differences, and programs with equal losses in all bits in all runs (`equal`). The other programs (`unequal`),
-    those that were skipped, and machines in words; `repeated`: the programs of the repeated runs, their number and
-    those whose losses differ from the program's first run."""
+    differences, and programs with equal losses in all bits in all runs (`equal`). The other programs (`unequal`), and
+    how many of them differ between runs of native (`natively`); those that were skipped, and machines in words;
+    `repeated`: the programs of the repeated runs, their number and those whose losses differ from the program's first
+    run."""
     runs = _runs()
     values: dict[str, Any] = {"days": dates(run.entry.meta["started_at"] for run in runs.runs)}
     unequal: list[str] = []
@@ -115,6 +116,8 @@ def counts() -> Mapping[str, Any]:
     values["machines"] = "; ".join(dict.fromkeys(words))
     values["builds"] = listed(dict.fromkeys(inside.build(machine) for machine in machines))
     values["unequal"] = listed([f"`{program}`" for program in unequal]) if unequal else "none"
+    natives = ({run.losses for run in runs.of(program, acceptance.NATIVE)} for program in unequal)
+    values["natively"] = sum(len(losses) > 1 for losses in natives)
     skipped = sorted({f"`{run.program}` ({run.why_skipped})" for run in runs.runs if run.why_skipped})
     values["skipped"] = listed(skipped) if skipped else "none"
     again = acceptance.load(acceptance.REPEATS)

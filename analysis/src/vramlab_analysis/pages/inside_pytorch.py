@@ -320,8 +320,11 @@ def _sanitized(entry: experiments.Entry) -> list[str]:
     allocator = options.get("alloc", options["of"])
     report = "no error"
     if entry.meta["exit_code"]:
-        found = "invalid" in entry.result["values"]
-        report = "the write, with the bounds of the block" if found else "refuses the heap"
+        values = entry.result["values"]
+        if "invalid" in values:
+            report = "the write, with the bounds of the block" if "block" in values else "the write"
+        else:
+            report = f"an error of `{values['call']}`" if "call" in values else "another error"
     return [program, f"`{allocator}`", *("yes" if is_so else "no" for is_so in (announced, beyond)), report]
 
 
