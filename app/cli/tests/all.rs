@@ -17,6 +17,7 @@ mod signals;
 
 mod advise;
 mod advise_agreement;
+mod advise_settings;
 mod convert;
 mod damaged_histories;
 mod deep_stacks;
