@@ -8,8 +8,8 @@ and the package expecttest if it is not installed. They belong to PyTorch and ar
 `torch-tests` runs all parts under each allocator, which the environment selects.
 
 A test that times out or crashes its process is marked, and the remainder continues in another process. Failed tests run
-once more with the GPU for themselves, as some measure all of its memory: the second outcome counts. For an allocator
-with expandable segments the tests expect the behaviour of PyTorch's own.
+once more, in another process and while no other part runs a test, as some measure all of the GPU's memory: the second
+outcome counts. For an allocator with expandable segments the tests expect the behaviour of PyTorch's own.
 
 Exit codes: 0 all tests have an outcome, 2 bad input.
 """
@@ -34,12 +34,21 @@ LEFT_OUT = (
 # Allocators with expandable segments. Some tests derive their expectations from PYTORCH_CUDA_ALLOC_CONF.
 EXPANDABLE = ("pytorch-expandable", "remap")
 BAD = ("failed", "crashed", "timed out")
+LOCKS = {"shared": fcntl.LOCK_SH, "exclusive": fcntl.LOCK_EX}
 # Seconds for one test, and for the imports.
 TIMEOUT_S, IMPORTS_S = float(os.environ.get("TEST_TIMEOUT_S", "60")), 120
 
 
-def worker(folder, chosen, output, names):
-    """Runs tests of a part, all or those of these names; writes a line at each start and end of a test."""
+def lock_path():
+    """The lock that all parts take for each test."""
+    return Path(tempfile.gettempdir()) / f"vramlab-torch-tests-{os.getuid()}.lock"
+
+
+def worker(folder, chosen, lock, output, names):
+    """Runs tests of a part, all or those of these names; writes a line at each start and end of a test.
+
+    `lock` is "shared" with other parts, or "exclusive".
+    """
     import faulthandler
     import importlib
     import unittest
@@ -105,9 +114,14 @@ def worker(folder, chosen, output, names):
     mine = [f"{name}.{test}" for test in known if test not in LEFT_OUT][number - 1 :: parts]
     write(tests=[f"{module}.{test}" for test in mine])
     result = Result()
-    for test in mine:
-        if not names or f"{module}.{test}" in names:
-            unittest.defaultTestLoader.loadTestsFromName(test, loaded).run(result)
+    # Locked for each test, as the imports take longer than most tests.
+    with open(lock_path(), "w") as gpu:
+        for test in mine:
+            if not names or f"{module}.{test}" in names:
+                write(waits=test)
+                fcntl.flock(gpu, LOCKS[lock])
+                unittest.defaultTestLoader.loadTestsFromName(test, loaded).run(result)
+                fcntl.flock(gpu, fcntl.LOCK_UN)
 
 
 def lines_of(path):
@@ -135,7 +149,10 @@ def attempt(arguments, names, folder):
         lines = lines_of(output)
         if len(lines) > count:
             count, since = len(lines), time.monotonic()
-        if time.monotonic() - since > (TIMEOUT_S if any("begin" in line for line in lines) else IMPORTS_S):
+        last = lines[-1] if lines else {}
+        # Other parts may hold the lock for as long as their tests take.
+        limit = TIMEOUT_S if "begin" in last else float("inf") if "waits" in last else IMPORTS_S
+        if time.monotonic() - since > limit:
             process.kill()
             late = True
     lines = lines_of(output)
@@ -172,8 +189,8 @@ def outcomes_of(arguments, names, folder):
 def main():
     """Runs the part, then what failed by itself, and prints the outcomes."""
     if sys.argv[1:2] == ["--worker"]:
-        folder, chosen, output, *names = sys.argv[2:]
-        worker(folder, chosen, output, names)
+        folder, chosen, lock, output, *names = sys.argv[2:]
+        worker(folder, chosen, lock, output, names)
         return 0
     if len(sys.argv) != 3 or sys.argv[2].count(".") != 2:
         print(f"usage: {sys.argv[0]} FOLDER FILE.CLASS.PART-PARTS", file=sys.stderr)
@@ -186,18 +203,13 @@ def main():
     if os.environ.get("VRAMLAB_ALLOC", "").partition(":")[0] in EXPANDABLE:
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-    lock = Path(tempfile.gettempdir()) / f"vramlab-torch-tests-{os.getuid()}.lock"
-    with tempfile.TemporaryDirectory(prefix="torch-tests-", ignore_cleanup_errors=True) as own, open(lock, "w") as gpu:
+    with tempfile.TemporaryDirectory(prefix="torch-tests-", ignore_cleanup_errors=True) as own:
         # A separate cache, as tests of compiled graphs count compilations.
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = own + "/inductor"
-        fcntl.flock(gpu, fcntl.LOCK_SH)
-        found = outcomes_of((folder, chosen), [], Path(own))
+        found = outcomes_of((folder, chosen, "shared"), [], Path(own))
         if bad := [test for test, line in found.items() if line["outcome"] in BAD]:
-            # Other parts end before this lock is granted, and begin after it.
-            fcntl.flock(gpu, fcntl.LOCK_UN)
-            fcntl.flock(gpu, fcntl.LOCK_EX)
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = own + "/inductor-again"
-            again = outcomes_of((folder, chosen), bad, Path(own))
+            again = outcomes_of((folder, chosen, "exclusive"), bad, Path(own))
             found |= {name: line | {"alone": True} for name, line in again.items()}
     for test in sorted(found):
         # The key that the runner looks for is the first.
