@@ -159,7 +159,7 @@ pub struct Settings {
     #[arg(long = "alloc", value_name = "NAME[:key=value,...]", default_value_t, value_parser = arguments::allocator(), help_heading = "Allocator")]
     #[serde(rename = "alloc")]
     pub allocator: Selection,
-    /// Most bytes, such as 512M: reserved ones where the allocator has a setting memory_limit, else those in live blocks
+    /// Memory limit, such as 512M: of reserved bytes if the allocator has the setting memory_limit, else of bytes in live blocks
     #[arg(long, value_name = "BYTES", value_parser = bytes, help_heading = "Allocator")]
     pub memory_limit: Option<u64>,
 

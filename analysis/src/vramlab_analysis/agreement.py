@@ -252,7 +252,7 @@ def kinds() -> Iterator[Kind]:
             yield Kind(f"{name}, an {results(specs[0], 'gpu').machine}{where}", specs, here)
     first, second = SESSIONS
     yield Kind(f"`{first}`, an {results(first, 'gpu').machine}", [first], session=True)
-    yield Kind(f"`{second}`, another", [second], session=True)
+    yield Kind(f"`{second}`, another {results(second, 'gpu').machine}", [second], session=True)
 
 
 def table() -> str:

@@ -19,6 +19,7 @@ from vramlab_analysis.captures import Capture
 from vramlab_analysis.errors import AnalysisError
 from vramlab_analysis.experiments import machine, newest, results
 from vramlab_analysis.measures import train_pace
+from vramlab_analysis.pages.cells import dates
 from vramlab_analysis.plots import headlines, latency, lines, timeline
 
 
@@ -113,7 +114,9 @@ def memory_calls() -> Figure:
     parts = {"waiting": style.VERMILION, "working": style.ORANGE, "all other work": headlines.LIGHT}
     share = 100 * sum(rows["naive"][:2]) / sum(rows["naive"])
     title = f"Without a pool, {share:.0f} % of a training step is spent in memory calls"
-    unit = f"host time of a step, µs: waiting and working in memory calls ({experiment.machine}, width 784, batch 64)"
+    day = dates(entry.meta["started_at"] for entry in experiment.runs)
+    where = f"{experiment.machine}, {day}, width 784, batch 64"
+    unit = f"host time of a step, µs: waiting and working in memory calls ({where})"
     return headlines.stacked(title, rows, parts, labels, unit=unit)
 
 
@@ -133,9 +136,8 @@ def limits() -> Figure:
             panel[words] = (least - 1, f"+{100 * (least - 1):.3g} %{slower}")
     colours = dict(zip(arms.values(), (headlines.LIGHT, style.SKY, style.VERMILION), strict=True))
     most = {words: max(100 * panel[words][0] for panel in panels.values()) for words in arms.values()}
-    title = (
-        f"Least memory above active: {most[arms['remap']]:.3g} % with remap, {most[arms['native']]:.3g} % with PyTorch"
-    )
+    ours, theirs = most[arms["remap"]], most[arms["native"]]
+    title = f"Least memory above active: {ours:.3g} % with remap, {theirs:.3g} % with PyTorch's defaults"
     return headlines.bars(panels, colours, title)
 
 

@@ -19,7 +19,10 @@ COMMANDS = {
         "trainer",
         ["--alloc", "caching", "--device", "sim", "--dataset", "digits", "--out", "run"],
     ),
-    "vramlab advise snapshot.pickle": ("vramlab", ["advise", "experiments/histories/resnet50.pickle.xz"]),
+    "vramlab advise experiments/histories/resnet50.pickle.xz": (
+        "vramlab",
+        ["advise", "experiments/histories/resnet50.pickle.xz"],
+    ),
 }
 PAGE = "README.md"
 BLOCK = re.compile(r"^```sh\n((?:(?!```).*\n)+)```\n+```text\n((?:(?!```).*\n)+)```$", re.MULTILINE)

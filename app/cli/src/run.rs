@@ -42,10 +42,10 @@ const PATIENCE: Duration = Duration::from_secs(30);
 /// Options of both `run` and `try`.
 #[derive(Clone, Debug, Args)]
 pub(crate) struct Recorded {
-    /// Most bytes that PyTorch may reserve on each GPU, such as 24GiB
+    /// Limit of the memory that PyTorch reserves on each GPU, such as 24GiB
     #[arg(long, value_name = "BYTES", value_parser = limit)]
     pub(crate) limit: Option<u64>,
-    /// Folder for what is recorded [default: the first of vramlab-run-1, vramlab-run-2, ... that is not there]
+    /// Output directory [default: the first of vramlab-run-1, vramlab-run-2, ... that does not exist]
     #[arg(short, long, value_name = "DIR")]
     pub(crate) output: Option<PathBuf>,
     /// Which events have the stack of Python. Frees have none: gathering it then can end a program with an error
@@ -92,7 +92,7 @@ pub(crate) struct RunArgs {
     /// compares host-exact, host-pytorch, host-cupy and host-rmm-pool
     #[arg(long, value_name = "NAME[:key=value,...]", value_parser = host_allocator)]
     host_alloc: Option<Selection>,
-    /// Take a snapshot so often, too
+    /// Also take a snapshot every SECONDS seconds
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     every: Option<f64>,
     /// What cudaFree does between the program and CUDA's driver
@@ -111,7 +111,7 @@ pub(crate) struct RunArgs {
     /// Which memory calls of CUDA's driver have the call stack of the program
     #[arg(long, value_name = "WHICH", default_value = "on")]
     stacks: Stacks,
-    /// Do not ask at the end which setting would need less memory, which takes seconds
+    /// Do not search for a better setting at the end, which takes seconds
     #[arg(long)]
     no_advise: bool,
     /// Print no summary; the output directory has it

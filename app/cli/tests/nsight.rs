@@ -324,6 +324,9 @@ fn other_files_are_refused_in_one_line() {
         let stderr = String::from_utf8(output.stderr).unwrap();
         let error = stderr.split_whitespace().collect::<Vec<_>>().join(" ");
         assert!(error.contains(part), "{error}");
+        for fault in ["No such file", "not a database"] {
+            assert!(error.matches(fault).count() <= 1, "{error}");
+        }
         assert!(output.stdout.is_empty());
     }
 }

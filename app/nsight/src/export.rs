@@ -47,20 +47,20 @@ const NO_STREAM: i64 = 0xFFFF_FFFF;
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The file is missing or cannot be opened.
-    #[error("{}: {source}", path.display())]
+    #[error("{}: cannot be read: {problem}; check that the file exists and is complete", path.display())]
     Io {
         /// The file.
         path: PathBuf,
-        /// The system's error.
-        source: std::io::Error,
+        /// The system's error; not the `source`, as the message has it.
+        problem: std::io::Error,
     },
     /// The file is not a database, or is damaged.
-    #[error("{}: not a readable SQLite export of Nsight Systems ({source}); `nsys export --type sqlite` writes one", path.display())]
+    #[error("{}: not a readable SQLite export of Nsight Systems ({problem}); `nsys export --type sqlite` writes one", path.display())]
     Database {
         /// The file.
         path: PathBuf,
-        /// SQLite's error.
-        source: rusqlite::Error,
+        /// SQLite's error; not the `source`, as the message has it.
+        problem: rusqlite::Error,
     },
     /// The directory does not contain the tables of a capture, or they are damaged.
     #[error("{}: {problem}; `vramlab nsight CAPTURE.sqlite --extract DIR` writes the tables of a capture", path.display())]
@@ -90,12 +90,12 @@ pub fn read(path: &Path) -> Result<Capture, Error> {
     if path.is_dir() {
         return extracted::read(path);
     }
-    let metadata = std::fs::metadata(path).map_err(|source| Error::Io { path: path.to_owned(), source })?;
+    let metadata = std::fs::metadata(path).map_err(|problem| Error::Io { path: path.to_owned(), problem })?;
     if !metadata.is_file() {
-        let source = std::io::Error::other("not a regular file");
-        return Err(Error::Io { path: path.to_owned(), source });
+        let problem = std::io::Error::other("not a regular file");
+        return Err(Error::Io { path: path.to_owned(), problem });
     }
-    let database = |source| Error::Database { path: path.to_owned(), source };
+    let database = |problem| Error::Database { path: path.to_owned(), problem };
     let flags = OpenFlags::SQLITE_OPEN_READ_ONLY | OpenFlags::SQLITE_OPEN_NO_MUTEX;
     let connection = Connection::open_with_flags(path, flags).map_err(database)?;
     let tables = Tables::new(&connection).map_err(database)?;

@@ -105,7 +105,7 @@ pub(crate) fn read(directory: &Path) -> Result<Capture, Error> {
             let problem = format!("the directory has no tables of a capture (no {DESCRIPTION})");
             return Err(Error::Extracted { path: directory.to_owned(), problem });
         }
-        file => file.map_err(|source| Error::Io { path: path.clone(), source })?,
+        file => file.map_err(|problem| Error::Io { path: path.clone(), problem })?,
     };
     let about: TablesDescription = serde_json::from_reader(BufReader::new(file))
         .map_err(|error| Error::Extracted { path: path.clone(), problem: error.to_string() })?;
@@ -212,7 +212,7 @@ fn table<R: DeserializeOwned>(
     mut each: impl FnMut(R) -> Option<()>,
 ) -> Result<(), Error> {
     let path = directory.join(name);
-    let file = File::open(&path).map_err(|source| Error::Io { path: path.clone(), source })?;
+    let file = File::open(&path).map_err(|problem| Error::Io { path: path.clone(), problem })?;
     let mut reader = csv::Reader::from_reader(XzDecoder::new(BufReader::new(file)));
     let damaged = |problem: String| Error::Extracted { path: path.clone(), problem };
     // `deserialize` would drop an error in the first line.

@@ -13,7 +13,7 @@ import numpy as np
 
 from vramlab_analysis import experiments, inside, repository, truth
 from vramlab_analysis.errors import AnalysisError
-from vramlab_analysis.pages.cells import dates, listed, span
+from vramlab_analysis.pages.cells import build, dates, listed, span
 from vramlab_analysis.pages.registry import GROUPS, group, markdown, table
 
 MIB = 2**20
@@ -56,7 +56,7 @@ def programs() -> str:
             there = inside.within(runs, program, arm, least) if least else None
             row.append(f"{least:g} ({there.settled:.2f}, {there.mean:.2f})" if there else "none tried")
         body.append(row)
-    columns = ("reserved", "step over native's", "least limit tried (settled step, mean)")
+    columns = ("reserved", "step relative to native's", "smallest limit tried (settled step, mean)")
     heads = [f"{inside.PROGRAMS[program]}: {column}" for program in PROGRAMS for column in columns]
     return markdown(["under PyTorch 2.11", *heads], body)
 
@@ -296,19 +296,20 @@ def torch_tests() -> str:
 @table("sanitizer")
 def sanitizer() -> str:
     """Reports of compute-sanitizer."""
-    head = ["program", "allocator", "blocks announced", "writes beyond", "compute-sanitizer"]
+    head = ["program", "allocator", "told to announce blocks", "writes beyond", "compute-sanitizer"]
     body = [_sanitized(entry) for entry in _newest("sanitizer") if entry.done]
-    if body:
-        return markdown(head, body, left=5)
-    for line in _logs()["sanitizer.jsonl"]:
-        one = json.loads(line)
-        words = one["run"].removesuffix("-beyond").removesuffix("-inside").removesuffix("-on").removesuffix("-off")
-        program, _, arm = words.partition("-") if words.startswith(("overrun-", "trainer-")) else ("", "", words)
-        name = {"overrun": "example `overrun`", "trainer": "a short training"}.get(program, "PyTorch")
-        report = "the write, with the bounds of the block" if one["error"] else "refuses the heap"
-        yes = ("yes" if f"-{key}" in one["run"] else "no" for key in ("on", "beyond"))
-        body.append([name, f"`{arm}`", *yes, report if one["code"] else "no error"])
     return markdown(head, body, left=5)
+
+
+@group("sanitizer")
+def sanitizer_machine() -> Mapping[str, Any]:
+    """Machine, day and build of the table `sanitizer`."""
+    metas = [entry.meta for entry in _newest("sanitizer") if entry.done]
+    return {
+        "gpu": listed(dict.fromkeys(meta["machine"]["gpu"] for meta in metas)),
+        "day": dates(meta["started_at"] for meta in metas),
+        "build": listed(dict.fromkeys(build(meta["provenance"]) for meta in metas)),
+    }
 
 
 def _sanitized(entry: experiments.Entry) -> list[str]:
@@ -324,7 +325,7 @@ def _sanitized(entry: experiments.Entry) -> list[str]:
         if "invalid" in values:
             report = "the write, with the bounds of the block" if "block" in values else "the write"
         else:
-            report = f"an error of `{values['call']}`" if "call" in values else "another error"
+            report = f"an error of `{values['call'].rstrip('.')}`" if "call" in values else "another error"
     return [program, f"`{allocator}`", *("yes" if is_so else "no" for is_so in (announced, beyond)), report]
 
 
