@@ -429,7 +429,7 @@ fn advice(file: &Path, run: &RecordedRun, request: &Request, all: bool, recordin
         allocations: history.allocations(),
         streams: history.streams().len(),
         cut: run.trace.cut.map(|cut| cut.to_string()),
-        settings_known: run.trace.cut.is_none_or(|cut| cut.settings_known),
+        settings_known: run.settings_known(),
         recorded: RecordedSettings {
             conf: recorded.clone(),
             peak_reserved_bytes: run.trace.recorded_peaks.map(|peaks| peaks.reserved),

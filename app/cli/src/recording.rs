@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use vramlab::backends::CachingSettings;
 use vramlab::budget::{Budget, OverBudget};
 use vramlab::contract::BlockState;
-use vramlab::histories::formats::{Annotation, Event, Origin, Origins, Summary, TextId};
+use vramlab::histories::formats::{Action, Annotation, Event, Origin, Origins, Summary, TextId};
 use vramlab::histories::memory::{Events, InitialState, Memory, RecordedEvent, Rules};
 use vramlab::histories::replay::{ReplayError, Soundness, recorded_settings};
 
@@ -131,6 +131,13 @@ impl Recording {
             ranges,
         };
         Ok((recording, checked))
+    }
+
+    /// Whether PyTorch allocated expandable segments.
+    pub(crate) fn has_expandable_segments(&self) -> bool {
+        let ends = self.summary.segments.iter();
+        self.events.count(Action::SegmentMap) > 0
+            || ends.filter(|segment| segment.device == self.device).any(|segment| segment.is_expandable)
     }
 
     /// The file.

@@ -63,6 +63,31 @@ fn settings_that_the_version_lacks_are_not_advised() {
     test_dir.run(&["advise", &file, "--torch", "nine"]).refused(2, &["'nine' is not a version of PyTorch"]);
 }
 
+/// A snapshot without settings, as of old versions of PyTorch.
+#[test]
+fn expandable_segments_show_their_setting() {
+    let test_dir = TestDir::new();
+    let mut snapshot: Value =
+        serde_json::from_str(&std::fs::read_to_string(growing(&test_dir, json!({}), json!([]))).unwrap()).unwrap();
+    snapshot.as_object_mut().unwrap().remove("allocator_settings");
+    let file = test_dir.write("old.json", snapshot.to_string());
+    let screen = test_dir.run(&["advise", &file]).ok().stdout;
+    assert!(screen.contains("The file lacks the settings; PyTorch's defaults assumed."), "{screen}");
+    for segment in snapshot["segments"].as_array_mut().unwrap() {
+        segment["is_expandable"] = json!(true);
+    }
+    for event in snapshot["device_traces"][0].as_array_mut().unwrap() {
+        if event["action"] == "segment_alloc" {
+            event["action"] = json!("segment_map");
+        }
+    }
+    let file = test_dir.write("mapped.json", snapshot.to_string());
+    let advice = test_dir.run(&["advise", &file, "--json"]).ok().json();
+    assert_eq!(advice["recorded"]["conf"], "expandable_segments:True");
+    let screen = test_dir.run(&["advise", &file]).ok().stdout;
+    assert!(screen.contains("The file lacks the settings; expandable_segments:True assumed."), "{screen}");
+}
+
 #[test]
 fn advise_adds_an_answer_without_expandable_segments() {
     let test_dir = TestDir::new();

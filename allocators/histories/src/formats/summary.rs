@@ -76,11 +76,9 @@ impl fmt::Display for Cut {
         write!(f, "the file was cut short at byte {}: its first {} events were read", self.at, self.events)?;
         match (self.ends_known, self.settings_known) {
             (true, true) => write!(f, " and nothing that matters is missing"),
-            (true, false) => write!(f, ", the allocator's settings are missing; PyTorch's defaults are assumed"),
+            (true, false) => write!(f, ", the allocator's settings are missing"),
             (false, true) => write!(f, ", later events and the segments at the end are missing"),
-            (false, false) => {
-                write!(f, ", later events and the settings are missing; PyTorch's default settings are assumed")
-            }
+            (false, false) => write!(f, ", later events and the settings are missing"),
         }
     }
 }

@@ -38,14 +38,14 @@ impl Conf {
         out
     }
 
-    /// The settings that a snapshot contains.
+    /// The settings that a snapshot contains. Truncated files and those of old versions have none; `expandable` says whether the
+    /// recording has expandable segments.
     ///
     /// # Errors
     /// Those of a snapshot whose settings PyTorch would not accept.
-    pub(super) fn recorded(values: &Map<String, Value>) -> anyhow::Result<Self> {
+    pub(super) fn recorded(values: &Map<String, Value>, expandable: bool) -> anyhow::Result<Self> {
         let mut settings = recorded_settings(values)?;
-        let is_on = |key: &str| values.get(key).and_then(Value::as_bool).unwrap_or(false);
-        let expandable = is_on("expandable_segments");
+        let expandable = values.get("expandable_segments").and_then(Value::as_bool).unwrap_or(expandable);
         let line = values.get("PYTORCH_CUDA_ALLOC_CONF").and_then(Value::as_str).unwrap_or_default();
         // The program may have changed settings after it read the line, so the line counts only if it agrees with the values.
         if let Ok(parsed) = line.parse::<Self>()
@@ -285,7 +285,7 @@ mod tests {
 
     #[test]
     fn recorded_conf_matches_the_snapshot_values() {
-        let recorded = |values: Value| Conf::recorded(values.as_object().unwrap()).unwrap();
+        let recorded = |values: Value| Conf::recorded(values.as_object().unwrap(), false).unwrap();
         let divisions = json!({"1": 4, "2": 8});
         let values = json!({"PYTORCH_CUDA_ALLOC_CONF": "max_non_split_rounding_mb:64,max_split_size_mb:128",
             "max_split_size": 128 << 20, "expandable_segments": false, "garbage_collection_threshold": 0.0});

@@ -44,7 +44,7 @@ fn advice(file: &Path, recording: &Recording, limit: Option<u64>) -> Result<Valu
         "streams": null,
         "cut": recording.summary.cut.map(|cut| cut.to_string()),
         "recorded": {
-            "conf": Conf::recorded(settings)?,
+            "conf": Conf::recorded(settings, recording.has_expandable_segments())?,
             "peak_reserved_bytes": null,
             "peak_requested_bytes": null,
             "replayed": null,

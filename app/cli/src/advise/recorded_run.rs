@@ -98,7 +98,7 @@ impl RecordedRun {
             (None, Some(limit)) => Some((limit, LimitSource::Recorded)),
             (None, None) => inferred.filter(|_| !limit_missing),
         };
-        let conf = Conf::recorded(&trace.allocator_settings)?;
+        let conf = Conf::recorded(&trace.allocator_settings, recording.has_expandable_segments())?;
         // More memory serves the request that the recorded run refused, so its replay reserves more.
         let serves_refused = |limit: u64| refused && inferred.is_some_and(|(inferred, _)| limit > inferred);
         let repeats = match limit {
@@ -123,6 +123,11 @@ impl RecordedRun {
         let retries = retries.filter(|_| matches!(limit, Some((_, LimitSource::Retries))));
         let unclear_releases = Some(unclear_releases(recording)).filter(|count| *count > 0);
         Ok(Self { trace, prior_cache, segments, retries, unclear_releases, conf, limit, repeats, limit_missing })
+    }
+
+    /// Whether the recording contains the settings of the allocator.
+    pub(super) fn settings_known(&self) -> bool {
+        !self.trace.allocator_settings.is_empty() && self.trace.cut.is_none_or(|cut| cut.settings_known)
     }
 
     /// Replays in the memory for which settings are compared.
