@@ -202,6 +202,32 @@ fn memory_free_in_two_places_is_reported_with_a_setting() {
 }
 
 #[test]
+fn a_process_limit_is_named_only_if_the_segment_had_fit() {
+    // Requested KiB, KiB free on the GPU, action of the segment event, and the segment's MiB.
+    let cases = [
+        (5 << 10, 15 << 10, "segment_alloc", 20),
+        (600, 1536, "segment_alloc", 2),
+        (30 << 10, 35 << 10, "segment_map", 40),
+    ];
+    for (asked, free, action, segment) in cases {
+        let refused = |free: u64| {
+            let mut story = Story::default();
+            story.event(action, BASE, 100 * MIB, 0, json!([]));
+            story.alloc(0, 100 * MIB, 0, json!([script(1, "main")]));
+            story.event("oom", free << 10, asked << 10, 0, json!([script(2, "main")]));
+            story
+        };
+        let story = refused(free);
+        assert_eq!(explained(&story)["out_of_memory"][0]["segment_bytes"], json!(segment * MIB));
+        let text = screen(&story).replace("\n  ", " ");
+        assert!(text.contains(&format!("less than the {segment} MiB segment")), "{text}");
+        assert!(!text.contains("process limit"), "{text}");
+        let text = screen(&refused((segment + 1) << 10)).replace("\n  ", " ");
+        assert!(text.contains("a process limit refused it") && !text.contains("less than"), "{text}");
+    }
+}
+
+#[test]
 fn segments_left_by_a_failed_release_belong_to_private_pools() {
     let mut story = Story::default();
     story.segment(0, 20 * MIB, 0);

@@ -139,6 +139,8 @@ pub(crate) struct Moment {
 pub(crate) struct Refused {
     pub(crate) asked_bytes: u64,
     pub(crate) stream: u64,
+    /// Size of the segment for this request, or of its pages in an expandable segment.
+    pub(crate) segment_bytes: u64,
     /// Free on the device; `null` if not recorded.
     pub(crate) device_free_bytes: Option<u64>,
     /// The reason why free memory did not serve the request.

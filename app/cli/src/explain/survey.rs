@@ -5,13 +5,14 @@ use super::causes::Cause;
 use super::checkpoints::{Checkpoints, MOST, Peaks};
 use super::explanation::{Explanation, Point, Refused, Retry, Shape};
 use super::moments::{Sample, moment};
-use super::{By, Lines, Releases, View};
+use super::{By, Lines, Releases, View, is_expandable};
 use crate::recording::{Recording, START};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use vramlab::budget::OverBudget;
 use vramlab::histories::formats::{Action, Origins, StackId};
 use vramlab::histories::memory::{BEFORE, Memory, RecordedEvent, Totals};
+use vramlab::policy::size::torch::{LARGE_SEGMENT, SMALL_SEGMENT, segment_size};
 
 /// Points of the curves.
 const POINTS: usize = 512;
@@ -370,9 +371,22 @@ fn add_release(
     push_last(&mut explanation.retries, retry);
 }
 
+/// The memory that the driver must allocate for a request that finds no free memory: a segment, or whole pages of an expandable one.
+fn segment_bytes(recording: &Recording, memory: &Memory, bytes: u64) -> u64 {
+    let rules = memory.rules();
+    let rounded = rules.rounded(bytes);
+    match () {
+        () if !recording.summary.format.is_snapshot() => rounded,
+        () if !is_expandable(recording) => segment_size(rounded),
+        () if rules.is_small(rounded) => rounded.next_multiple_of(SMALL_SEGMENT),
+        () => rounded.next_multiple_of(LARGE_SEGMENT),
+    }
+}
+
 fn refused(view: &mut View<'_>, memory: &Memory, index: usize, event: &RecordedEvent, cause: Cause) -> Refused {
     Refused {
         asked_bytes: event.bytes,
+        segment_bytes: segment_bytes(view.recording, memory, event.bytes),
         stream: event.stream,
         device_free_bytes: Some(event.addr).filter(|free| *free > 0),
         cause,

@@ -36,20 +36,29 @@ pub(super) fn refusal(explanation: &Explanation, last: &Refused) -> Vec<String> 
         (Some(limit), _) => {
             let unreserved = limit.saturating_sub(moment.reserved_bytes);
             out += &format!("; the limit of {} leaves {} unreserved", size(limit), size(unreserved));
+            out += &below_segment(last, unreserved);
         }
-        (None, Some(free)) if free > last.asked_bytes => {
+        (None, Some(free)) if free > last.segment_bytes => {
             out += &format!(
                 "; the GPU had {} free, so a process limit refused it (set_per_process_memory_fraction)",
                 size(free)
             );
         }
-        (None, Some(free)) => out += &format!("; the GPU had {} free", size(free)),
+        (None, Some(free)) => out += &format!("; the GPU had {} free{}", size(free), below_segment(last, free)),
         (None, None) => {}
     }
     if explanation.refused > 1 {
         out += &format!("; {} before it", counted(explanation.refused - 1, "refused request"));
     }
     std::iter::once(out).chain(two_places).collect()
+}
+
+/// Why memory that is large enough for a request does not serve it: it is smaller than the request's segment.
+fn below_segment(last: &Refused, free: u64) -> String {
+    match (last.asked_bytes..last.segment_bytes).contains(&free) {
+        true => format!(", less than the {} segment that the request needs", size(last.segment_bytes)),
+        false => String::new(),
+    }
 }
 
 /// A refused request for which enough memory was free in total, but neither in segments nor on the GPU alone.
