@@ -158,6 +158,37 @@ fn retries_are_distinguished_from_empty_cache_and_have_a_cause() {
 }
 
 #[test]
+fn the_cause_of_a_miss_after_empty_cache_is_that_of_the_emptied_memory() {
+    let dir = TestDir::new();
+    let call = json!([torch("empty_cache"), script(9, "tidy")]);
+    // Frames name the call; without them the next request shows it, as a request with a fitting free block releases nothing.
+    for frames in [call, json!([])] {
+        let mut story = Story::default();
+        for step in 0..3 {
+            let at = step << 30;
+            story.segment(at, 20 * MIB, 0);
+            story.alloc(at, 16 * MIB, 0, json!([script(2, "step")]));
+            story.free(at, 16 * MIB, 0);
+            story.event("segment_free", BASE + at, 20 * MIB, 0, frames.clone());
+        }
+        let explanation = explain_json(&dir, &[&dir.write("emptied.json", story.text())]);
+        assert_eq!(explanation["shapes"][0]["causes"], json!([["growth", 3]]), "{frames}");
+        assert_eq!((&explanation["num_retries"], &explanation["num_releases"]), (&json!(0), &json!(3)), "{frames}");
+        // A limit does not turn them into retries.
+        let limited = explain_json(&dir, &["emptied.json", "--limit", "30MiB"]);
+        assert_eq!((&limited["num_retries"], &limited["num_releases"]), (&json!(0), &json!(3)), "{frames}");
+    }
+    // A call whose next request is served from the cache.
+    let mut story = Story::default();
+    story.segment(0, 20 * MIB, 0);
+    story.segment(1 << 30, 20 * MIB, 0);
+    story.alloc(0, 4 * MIB, 0, json!([]));
+    story.event("segment_free", BASE + (1 << 30), 20 * MIB, 0, json!([torch("empty_cache")]));
+    story.alloc(4 * MIB, 4 * MIB, 0, json!([]));
+    assert_eq!(explain_json(&dir, &[&dir.write("served.json", story.text())])["num_releases"], 1);
+}
+
+#[test]
 fn every_cause_of_a_miss_is_inferred() {
     let dir = TestDir::new();
     // Name, settings, requested bytes on stream 0, a free block's bytes and stream, and the expected cause.

@@ -81,7 +81,7 @@ struct Window {
     taken: u64,
     released: u64,
     segments: u64,
-    /// Whether a call of `empty_cache` released the segments.
+    /// Whether a call of `empty_cache` released the segments, before the request.
     by_call: bool,
     /// Whether frames show that the request released segments.
     by_request: bool,
@@ -141,13 +141,19 @@ pub(super) fn survey<'r>(
         if checkpoints.is_due(index) {
             checkpoints.copy(index, &memory, &out.candidates(points));
         }
-        if is_of_segments(event.action) && !window.probed {
-            window.probed = true;
-            window.request = next_request(recording, index)
-                .map(|RecordedEvent { bytes, stream, .. }| {
-                    cause(&memory, bytes, stream, window.completed, private.pool(event.addr).is_some())
-                })
-                .map(|cause| (cause, memory.totals().reserved));
+        let by = is_release(event.action).then(|| releases.by(index));
+        window.by_call |= by.is_some_and(By::is_call);
+        let of_call = by.is_some() && window.by_call;
+        if is_of_segments(event.action) && !window.probed && !of_call {
+            let cause = next_request(recording, index).map(|RecordedEvent { bytes, stream, .. }| {
+                cause(&memory, bytes, stream, window.completed, private.pool(event.addr).is_some())
+            });
+            // A request with a fitting free block releases nothing, so a call preceded it.
+            window.by_call |= by == Some(By::Unknown) && cause == Some(Cause::Unexplained);
+            if by.is_none() || !window.by_call {
+                window.probed = true;
+                window.request = cause.map(|cause| (cause, memory.totals().reserved));
+            }
         }
         match event.action {
             Action::FreeRequested if !immediate => out.begin_wait(&memory, &event),
@@ -166,8 +172,7 @@ pub(super) fn survey<'r>(
             Action::SegmentFree | Action::SegmentUnmap => {
                 window.released += event.bytes;
                 window.segments += 1;
-                window.by_call |= releases.by(index).is_call();
-                window.by_request |= releases.by(index) == By::Request;
+                window.by_request |= by == Some(By::Request);
             }
             Action::Alloc if event.bytes > 0 => {
                 explanation.allocations += 1;
@@ -240,6 +245,10 @@ pub(super) fn active_peak(recording: &Recording) -> Result<usize, OverBudget> {
 
 fn is_of_segments(action: Action) -> bool {
     matches!(action, Action::SegmentAlloc | Action::SegmentFree | Action::SegmentMap | Action::SegmentUnmap)
+}
+
+fn is_release(action: Action) -> bool {
+    matches!(action, Action::SegmentFree | Action::SegmentUnmap)
 }
 
 /// The request that causes the segment event at an index.
@@ -339,12 +348,18 @@ fn add_release(
     (index, event): (usize, &RecordedEvent),
     window: &Window,
 ) {
-    let Some((cause, reserved)) = window.request.filter(|_| window.released > 0) else { return };
+    if window.released == 0 {
+        return;
+    }
+    let Some((cause, reserved)) = window.request.filter(|_| !window.by_call) else {
+        explanation.num_releases += 1;
+        return;
+    };
     let succeeded = event.action != Action::Oom;
     let settings = &view.recording.settings;
     let over = settings.memory_limit.map(|limit| reserved + window.taken.max(event.bytes) > limit);
     let kind = match over {
-        _ if succeeded && window.taken == 0 || window.by_call => "empty_cache",
+        _ if succeeded && window.taken == 0 => "empty_cache",
         Some(true) => "retry",
         _ if !succeeded => "retry",
         _ if settings.garbage_collection_threshold > 0.0 => "garbage_collection",
