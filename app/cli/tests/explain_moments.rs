@@ -357,6 +357,54 @@ fn call_sites_of_a_cuda_program_are_its_lines() {
     assert!(screen.contains("matrix.cu:57 allocate") && !screen.contains("libc_start"), "{screen}");
 }
 
+/// The line about the largest free block, without line breaks.
+fn largest_free_block(story: &Story) -> String {
+    let text = screen(story);
+    let line = text.split("\n\n").find(|part| part.starts_with("Largest free block")).unwrap();
+    line.lines().map(str::trim).collect::<Vec<&str>>().join(" ")
+}
+
+#[test]
+fn the_largest_free_block_has_an_exact_range() {
+    // 2000 events, so that a point of the curves stands for several. A new segment is not free before its request is served.
+    let mut story = Story::default();
+    story.segment(0, 200 * MIB, 0);
+    story.alloc(0, 190 * MIB, 0, json!([]));
+    for _ in 0..666 {
+        story.alloc(190 * MIB, 4 * MIB, 0, json!([]));
+        story.free(190 * MIB, 4 * MIB, 0);
+    }
+    let line = largest_free_block(&story);
+    assert_eq!(
+        line,
+        "Largest free block: 6 MiB at the peak, 10 MiB at the end; maximum 10 MiB (event 2), minimum 6 MiB (event 3)"
+    );
+    // The start counts if memory was reserved then.
+    let mut story = Story::default();
+    for at in [0, 1 << 30] {
+        story.free(at, 300 * MIB, 0);
+    }
+    for at in [0, 1 << 30] {
+        story.held(at, 300 * MIB, json!([0, 0]));
+        story.segments.last_mut().unwrap()["segment_type"] = json!("large");
+    }
+    let line = largest_free_block(&story);
+    assert!(line.contains("0 B at the peak, 300 MiB at the end"), "{line}");
+    assert!(line.ends_with("maximum 300 MiB (event 1), minimum 0 B (before recording started)"), "{line}");
+    // The breakdown is of a moment near the peak.
+    let mut story = Story::default();
+    story.segment(0, 1000 * MIB, 0);
+    story.alloc(0, 1000 * MIB, 0, json!([]));
+    story.free(0, 1000 * MIB, 0);
+    story.segment(1 << 40, 2 * MIB, 0);
+    story.alloc(1 << 40, 512, 0, json!([]));
+    let line = largest_free_block(&story);
+    assert!(line.contains("0 B near the peak, 1000 MiB at the end"), "{line}");
+    story.event("oom", 0, 1100 * MIB, 0, json!([]));
+    let line = largest_free_block(&story);
+    assert!(line.contains("1000 MiB when memory ran out"), "{line}");
+}
+
 #[test]
 fn headline_and_breakdown_agree_where_segments_are_missing() {
     let dir = TestDir::new();

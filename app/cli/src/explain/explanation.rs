@@ -67,6 +67,8 @@ pub(crate) struct Explanation {
     pub(crate) num_unclear_retries: u64,
     /// Number of other cache releases.
     pub(crate) num_releases: u64,
+    /// Range of the largest free block, each size at its first event; `null` without events.
+    pub(crate) largest_hole: Option<LargestHole>,
     /// Curves over the recording, at most 512 points.
     pub(crate) timeline: Vec<Point>,
     /// Requested sizes with cache misses, the largest sum of segment bytes first.
@@ -412,6 +414,33 @@ pub(crate) struct Point {
     pub(crate) largest_hole_bytes: u64,
     /// Used on the GPU by all processes; `null` if `vramlab run` did not sample it.
     pub(crate) device_used_bytes: Option<u64>,
+}
+
+/// Range of the largest free block. A new segment counts after the request that allocated it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub(crate) struct LargestHole {
+    pub(crate) min_bytes: u64,
+    /// Number of the event of `min_bytes`; 0 for the start of the recording.
+    pub(crate) min_event: u64,
+    pub(crate) max_bytes: u64,
+    /// Number of the event of `max_bytes`; 0 for the start of the recording.
+    pub(crate) max_event: u64,
+}
+
+impl LargestHole {
+    pub(super) fn new(event: u64, bytes: u64) -> Self {
+        Self { min_bytes: bytes, min_event: event, max_bytes: bytes, max_event: event }
+    }
+
+    /// Extends the range by the size after an event.
+    pub(super) fn take(&mut self, event: u64, bytes: u64) {
+        if bytes < self.min_bytes {
+            (self.min_bytes, self.min_event) = (bytes, event);
+        }
+        if bytes > self.max_bytes {
+            (self.max_bytes, self.max_event) = (bytes, event);
+        }
+    }
 }
 
 /// Requests of one size.

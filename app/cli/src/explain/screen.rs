@@ -23,12 +23,17 @@ fn table<const N: usize>(page: &mut Page, columns: [Column; N], rows: impl Itera
     page.table(&table);
 }
 
-/// A moment's event, time, annotation and line, for the end of a sentence.
-pub(crate) fn when(moment: &Moment) -> String {
-    let mut out = match moment.event {
+/// An event by its number.
+fn numbered(event: u64) -> String {
+    match event {
         0 => "before recording started".to_owned(),
         event => format!("event {}", grouped(event)),
-    };
+    }
+}
+
+/// A moment's event, time, annotation and line, for the end of a sentence.
+pub(crate) fn when(moment: &Moment) -> String {
+    let mut out = numbered(moment.event);
     if let Some(time) = moment.time_ns {
         out += &format!(", after {}", duration(time));
     }

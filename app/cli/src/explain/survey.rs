@@ -3,7 +3,7 @@
 use super::breakdown::PrivateSegments;
 use super::causes::Cause;
 use super::checkpoints::{Checkpoints, MOST, Peaks};
-use super::explanation::{Explanation, Point, Refused, Retry, Shape};
+use super::explanation::{Explanation, LargestHole, Point, Refused, Retry, Shape};
 use super::moments::{Sample, moment};
 use super::{By, Lines, Releases, View, is_expandable};
 use crate::recording::{Recording, START};
@@ -115,7 +115,11 @@ pub(super) fn survey<'r>(
     let mut window = Window::default();
     let range = count.div_ceil(POINTS).max(1);
     let mut repeats = repeats.iter().copied().peekable();
-    let mut peaks = Peaks::new(Sample::at(&memory, START, 0));
+    let mut last = Sample::at(&memory, START, 0);
+    let mut peaks = Peaks::new(last);
+    if start.reserved > 0 {
+        explanation.largest_hole = Some(LargestHole::new(0, last.largest_hole));
+    }
     let releases = Releases::of(recording);
     let private_pools = has_private_pools(recording);
     let private = PrivateSegments::new(recording, count.checked_sub(1).unwrap_or(START));
@@ -168,8 +172,8 @@ pub(super) fn survey<'r>(
         }
         memory.apply(&event, number, immediate)?;
         match event.action {
-            Action::SegmentAlloc | Action::SegmentMap => window.taken += event.bytes,
-            Action::SegmentFree | Action::SegmentUnmap => {
+            action if is_new_segment(action) => window.taken += event.bytes,
+            action if is_release(action) => {
                 window.released += event.bytes;
                 window.segments += 1;
                 window.by_request |= by == Some(By::Request);
@@ -210,7 +214,15 @@ pub(super) fn survey<'r>(
         if repeats.next_if_eq(&index).is_some() {
             out.repeats.push((index, memory.totals().requested));
         }
-        let sample = Sample::at(&memory, index, event.stream);
+        let mut sample = Sample::at(&memory, index, event.stream);
+        if is_new_segment(event.action) {
+            // Its request is about to use it.
+            sample.largest_hole = last.largest_hole;
+        } else {
+            let (event, bytes) = (recording.number(index), sample.largest_hole);
+            explanation.largest_hole.get_or_insert(LargestHole::new(event, bytes)).take(event, bytes);
+        }
+        last = sample;
         peaks.take(sample);
         if index % range == 0 {
             explanation.timeline.push(Point::default());
@@ -244,7 +256,11 @@ pub(super) fn active_peak(recording: &Recording) -> Result<usize, OverBudget> {
 }
 
 fn is_of_segments(action: Action) -> bool {
-    matches!(action, Action::SegmentAlloc | Action::SegmentFree | Action::SegmentMap | Action::SegmentUnmap)
+    is_new_segment(action) || is_release(action)
+}
+
+fn is_new_segment(action: Action) -> bool {
+    matches!(action, Action::SegmentAlloc | Action::SegmentMap)
 }
 
 fn is_release(action: Action) -> bool {
@@ -463,7 +479,7 @@ impl Survey {
         };
         raise(&mut self.peak_active, totals.active);
         // A new segment is not used before its request is served.
-        if !matches!(event.action, Action::SegmentAlloc | Action::SegmentMap) {
+        if !is_new_segment(event.action) {
             self.add_near_peak(Level { index, reserved: totals.reserved, active: totals.active });
         }
         raise(&mut self.pending_peak, totals.pending);

@@ -1,9 +1,9 @@
 //! The second half of the screen: reserved-memory breakdown, phases, peaks, releases and cache misses.
 
-use super::{place, reserved_name, table, when};
+use super::{numbered, place, reserved_name, table, when};
 use crate::explain::ExplainArgs;
 use crate::explain::causes::Cause;
-use crate::explain::explanation::{Explanation, Refused, Retry, SparseSegment, Stranded};
+use crate::explain::explanation::{Explanation, LargestHole, Refused, Retry, SparseSegment, Stranded};
 use crate::host::HostMemoryUse;
 use crate::words::{counted, grouped, percent, size};
 use std::collections::BTreeMap;
@@ -382,21 +382,26 @@ fn phases(explanation: &Explanation, page: &mut Page) {
 
 /// The largest free block: at the peak, at the end, and its range.
 fn largest_free_block(explanation: &Explanation, page: &mut Page) {
-    let reserved = &explanation.peak_reserved;
-    if reserved.reserved_bytes == 0 {
+    // Without events there is one moment, which the breakdown shows.
+    let range = explanation.largest_hole.as_ref().filter(|_| explanation.events > 0);
+    let Some(&LargestHole { min_bytes, min_event, max_bytes, max_event }) = range else { return };
+    if explanation.peak_reserved.reserved_bytes == 0 {
         return;
     }
-    let Some(min) = explanation.timeline.iter().min_by_key(|point| point.largest_hole_bytes) else { return };
-    let max = explanation.timeline.iter().max_by_key(|point| point.largest_hole_bytes).unwrap_or(min);
-    let end = &explanation.end;
+    let (shown, end) = (&explanation.reserved, &explanation.end);
+    let at = match shown.at {
+        "out_of_memory" => "when memory ran out",
+        "near_peak_reserved" => "near the peak",
+        _ => "at the peak",
+    };
     page.title(format!(
-        "Largest free block: {} at the peak, {} at the end; maximum {} (near event {}), minimum {} (near event {})",
-        size(reserved.largest_hole_bytes),
+        "Largest free block: {} {at}, {} at the end; maximum {} ({}), minimum {} ({})",
+        size(shown.moment.largest_hole_bytes),
         size(end.largest_hole_bytes),
-        size(max.largest_hole_bytes),
-        grouped(max.event),
-        size(min.largest_hole_bytes),
-        grouped(min.event)
+        size(max_bytes),
+        numbered(max_event),
+        size(min_bytes),
+        numbered(min_event)
     ));
     if let Some(limit) = explanation.limit_bytes {
         let unreserved = limit.saturating_sub(end.reserved_bytes);
