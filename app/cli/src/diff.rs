@@ -230,7 +230,7 @@ fn report(diff: &Diff, top: usize, page: &mut Page) {
         size(active.1)
     ));
     for (name, side) in [("before", before), ("after", after)] {
-        let reserved = size(side.moment.reserved_bytes);
+        let reserved = side.moment.reserved_bytes.map_or_else(|| "unknown".to_owned(), size);
         let at = moment_words(&side.at);
         page.note(format!("{name}: {}{at} ({}); reserved {reserved}", side.trace, when(&side.moment)));
     }

@@ -11,7 +11,7 @@ use vramlab::backends::CachingSettings;
 use vramlab::budget::{Budget, OverBudget};
 use vramlab::contract::BlockState;
 use vramlab::histories::formats::{Action, Annotation, Event, Origin, Origins, Summary, TextId};
-use vramlab::histories::memory::{Events, InitialState, Memory, RecordedEvent, Rules};
+use vramlab::histories::memory::{Events, InitialState, Memory, RecordedEvent, Rules, Totals};
 use vramlab::histories::replay::{ReplayError, Soundness, recorded_settings};
 
 /// The index that stands for the memory before recording started.
@@ -222,6 +222,13 @@ impl Recording {
             outer
         });
         outer.map(|range| (self.name(range), range.start_ns, range.end_ns))
+    }
+
+    /// Reserved bytes of these totals; `None` if unknown: the recording has no segments, or none of the live blocks'.
+    pub(crate) fn reserved(&self, totals: Totals) -> Option<u64> {
+        let new_segments = self.events.count(Action::SegmentAlloc) + self.events.count(Action::SegmentMap);
+        let has_segments = new_segments > 0 || !self.initial.segments.is_empty();
+        (has_segments && (totals.reserved > 0 || totals.active == 0)).then_some(totals.reserved)
     }
 
     /// The first event since the first annotation of a name.

@@ -341,6 +341,64 @@ fn logs_of_other_programs_are_explained_without_pytorch() {
     assert!(screen.contains("so lines are unknown") && !screen.contains("torch"), "{screen}");
 }
 
+/// A log without segments: two phases of 30 requests each, between which it pauses, and a refused request.
+fn log_with_failure() -> String {
+    let mut log = "Thread,Time,Action,Pointer,Size,Stream\n".to_owned();
+    for (minute, mib) in [(0, 64), (5, 32)] {
+        for second in 0..30 {
+            log += &format!(
+                "1,12:{minute:02}:{second:02}.000000,allocate,0x{:x}00000,{},0x0\n",
+                mib * second + 1,
+                mib << 20
+            );
+        }
+        for second in 0..29 {
+            log += &format!(
+                "1,12:{minute:02}:{:02}.000000,free,0x{:x}00000,{},0x0\n",
+                second + 30,
+                mib * second + 1,
+                mib << 20
+            );
+        }
+    }
+    log + "1,12:06:00.000000,allocate failure,0x0,1099511627776,0x0\n"
+}
+
+#[test]
+fn reserved_memory_that_is_not_recorded_is_absent() {
+    let dir = TestDir::new();
+    let file = dir.write("rmm.csv", log_with_failure());
+    let explanation = explain_json(&dir, &[&file, "--limit", "4GiB"]);
+    let refused = &explanation["out_of_memory"][0];
+    for key in ["reserved_bytes", "largest_hole_bytes", "cause", "free_bytes"] {
+        assert_eq!(refused[key], Value::Null, "{key}");
+    }
+    for moment in ["peak_active", "peak_reserved", "end"] {
+        assert_eq!(explanation[moment]["reserved_bytes"], Value::Null, "{moment}");
+    }
+    assert_eq!((&explanation["largest_hole"], &explanation["reserved"]["parts"]), (&Value::Null, &json!([])));
+    assert_eq!(explanation["timeline"][0]["reserved_bytes"], Value::Null);
+    let phases = explanation["phases"].as_array().unwrap();
+    let peaks: Vec<(&Value, &Value)> =
+        phases.iter().map(|phase| (&phase["peak_active_bytes"], &phase["peak_reserved_bytes"])).collect();
+    assert_eq!(peaks, [(&json!(30 * 64 * MIB), &Value::Null), (&json!((64 + 30 * 32) * MIB), &Value::Null)]);
+    let text = explain(&dir, &[&file, "--limit", "4GiB"]).ok().stdout;
+    assert!(text.contains("active; reserved memory is unknown"), "{text}");
+    for made_up in ["0 B", "too little memory", "unreserved", "Largest free block"] {
+        assert!(!text.contains(made_up), "{made_up}: {text}");
+    }
+    let advice = dir.run(&["advise", &file]).ok().stdout;
+    assert!(advice.contains("Phases (peak active): ") && !advice.contains("of 0 B"), "{advice}");
+    // In the table of several recordings.
+    let files = [file.as_str(), &dir.write("steps.json", steps(4, 4).text())];
+    let ranks = explain_json(&dir, &files);
+    assert_eq!((&ranks["ranks"][0]["peak_reserved_bytes"], &ranks["ranks"][0]["off"]), (&Value::Null, &Value::Null));
+    assert_eq!(
+        (&ranks["ranks"][1]["peak_reserved_bytes"], &ranks["ranks"][1]["off"]),
+        (&json!(400 * MIB), &json!(0.0))
+    );
+}
+
 #[test]
 fn call_sites_of_a_cuda_program_are_its_lines() {
     let dir = TestDir::new();

@@ -78,10 +78,14 @@ pub(super) fn breakdown(
         *kept.entry(row.private_pool.as_deref().unwrap_or_default()).or_default() += row.kept_bytes;
     }
     let expandable = memory.segments().values().any(|segment| segment.expandable);
-    let parts = parts(&ledger, one_stream, expandable, &kept, refused);
+    let moment = moment(view, memory, index);
+    let parts = match moment.reserved_bytes {
+        Some(_) => parts(&ledger, one_stream, expandable, &kept, refused),
+        None => Vec::new(),
+    };
     ReservedBreakdown {
         at,
-        moment: moment(view, memory, index),
+        moment,
         stream,
         parts,
         stranded: stranded(view, &streams, survey, index, allocations),

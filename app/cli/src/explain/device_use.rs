@@ -6,7 +6,8 @@ use crate::recording::Recording;
 use std::path::Path;
 use vramlab::histories::formats::HostMemory;
 
-/// Memory used on the GPU at a moment in addition to PyTorch's reserved memory; `None` without samples.
+/// Memory used on the GPU at a moment in addition to PyTorch's reserved memory; `None` without samples, or if reserved memory
+/// is unknown.
 pub(super) fn device_use(file: &Path, recording: &Recording, at: &Moment, timeline: &mut [Point]) -> Option<DeviceUse> {
     let curve = curve(file, recording.device)?;
     for point in timeline.iter_mut() {
@@ -15,15 +16,15 @@ pub(super) fn device_use(file: &Path, recording: &Recording, at: &Moment, timeli
     }
     let index = usize::try_from(at.event).ok()?.saturating_sub(1);
     let sample = sample(&curve, recording, index)?;
-    let used = curve.used_bytes[sample];
+    let (used, reserved) = (curve.used_bytes[sample], at.reserved_bytes?);
     let nccl = curve.nccl_bytes.as_ref().and_then(|nccl| nccl.get(sample)).copied();
     let process = curve.process_bytes.as_ref().and_then(|process| process.get(sample)).copied();
     Some(DeviceUse {
         total_bytes: curve.total_bytes,
         peak_used_bytes: curve.used_bytes.iter().copied().max()?,
         used_bytes: used,
-        not_pytorch_bytes: used.saturating_sub(at.reserved_bytes),
-        own_bytes: process.map(|process| process.saturating_sub(at.reserved_bytes)),
+        not_pytorch_bytes: used.saturating_sub(reserved),
+        own_bytes: process.map(|process| process.saturating_sub(reserved)),
         nccl_bytes: nccl,
         others_bytes: process.map(|process| used.saturating_sub(process)),
     })

@@ -67,13 +67,14 @@ pub(crate) struct Explanation {
     pub(crate) num_unclear_retries: u64,
     /// Number of other cache releases.
     pub(crate) num_releases: u64,
-    /// Range of the largest free block, each size at its first event; `null` without events.
+    /// Range of the largest free block, each size at its first event; `null` if unknown.
     pub(crate) largest_hole: Option<LargestHole>,
     /// Curves over the recording, at most 512 points.
     pub(crate) timeline: Vec<Point>,
     /// Requested sizes with cache misses, the largest sum of segment bytes first.
     pub(crate) shapes: Vec<Shape>,
-    /// Other memory used on the GPU at the moment of `reserved`; `null` if `vramlab run` did not sample it.
+    /// Other memory used on the GPU at the moment of `reserved`; `null` if `vramlab run` did not sample it, or if
+    /// reserved memory is unknown.
     pub(crate) beside: Option<DeviceUse>,
     /// Pinned host memory; `null` if the snapshot has none. PyTorch 2.14 records it with `record_pinned_host_memory=True`.
     pub(crate) pinning: Option<PinnedHost>,
@@ -121,15 +122,16 @@ pub(crate) struct Moment {
     pub(crate) event: u64,
     /// Since the first event; `null` in logs without times.
     pub(crate) time_ns: Option<u64>,
-    pub(crate) reserved_bytes: u64,
+    /// `null` if unknown: the recording has no segments, or none of the live blocks'.
+    pub(crate) reserved_bytes: Option<u64>,
     /// In active blocks, rounded sizes; includes pending frees.
     pub(crate) active_bytes: u64,
     /// Requested sizes of the live blocks.
     pub(crate) requested_bytes: u64,
     /// Part of `active_bytes` in deferred frees.
     pub(crate) pending_bytes: u64,
-    /// Largest free block in the large pool of the event's stream.
-    pub(crate) largest_hole_bytes: u64,
+    /// Largest free block in the large pool of the event's stream; `null` if `reserved_bytes` is.
+    pub(crate) largest_hole_bytes: Option<u64>,
     /// Innermost annotation.
     pub(crate) annotation: Option<String>,
     /// Last recorded line of the user's code.
@@ -145,10 +147,10 @@ pub(crate) struct Refused {
     pub(crate) segment_bytes: u64,
     /// Free on the device; `null` if not recorded.
     pub(crate) device_free_bytes: Option<u64>,
-    /// The reason why free memory did not serve the request.
-    pub(crate) cause: Cause,
-    /// All free bytes in the request's stream and pool.
-    pub(crate) free_bytes: u64,
+    /// The reason why free memory did not serve the request; `null` if reserved memory is unknown.
+    pub(crate) cause: Option<Cause>,
+    /// All free bytes in the request's stream and pool; `null` if reserved memory is unknown.
+    pub(crate) free_bytes: Option<u64>,
     /// Part of `free_bytes` in private pools (CUDA graphs, MemPools), if the recording names them; only of the last refused request.
     pub(crate) private_free_bytes: u64,
     #[serde(flatten)]
@@ -252,7 +254,7 @@ pub(crate) struct ReservedBreakdown {
     pub(crate) moment: Moment,
     /// The stream from which `stream` (other streams' memory) is counted.
     pub(crate) stream: u64,
-    /// The parts; they add up to the reserved bytes.
+    /// The parts; they add up to the reserved bytes. Empty if those are unknown.
     pub(crate) parts: Vec<Part>,
     /// Memory by stream and pool.
     pub(crate) streams: Vec<StreamUse>,
@@ -405,13 +407,14 @@ pub(crate) struct Point {
     /// Number of the event with the most active memory in the range.
     pub(crate) event: u64,
     pub(crate) time_ns: u64,
-    pub(crate) reserved_bytes: u64,
+    /// `null` if unknown.
+    pub(crate) reserved_bytes: Option<u64>,
     /// In active blocks; includes pending frees.
     pub(crate) active_bytes: u64,
     /// Requested sizes of the live blocks.
     pub(crate) requested_bytes: u64,
-    /// Largest free block; its minimum over the range.
-    pub(crate) largest_hole_bytes: u64,
+    /// Largest free block; its minimum over the range; `null` if unknown.
+    pub(crate) largest_hole_bytes: Option<u64>,
     /// Used on the GPU by all processes; `null` if `vramlab run` did not sample it.
     pub(crate) device_used_bytes: Option<u64>,
 }

@@ -44,14 +44,15 @@ pub(super) fn moment(view: &mut View<'_>, memory: &Memory, index: usize) -> Mome
 pub(super) fn describe(view: &mut View<'_>, sample: &Sample) -> Moment {
     let Sample { index, totals, largest_hole, near } = *sample;
     let recording = view.recording;
+    let reserved = recording.reserved(totals);
     Moment {
         event: if index == START { 0 } else { recording.number(index) },
         time_ns: recording.since_start(index),
-        reserved_bytes: totals.reserved,
+        reserved_bytes: reserved,
         active_bytes: totals.active,
         requested_bytes: totals.requested,
         pending_bytes: totals.pending,
-        largest_hole_bytes: largest_hole,
+        largest_hole_bytes: reserved.map(|_| largest_hole),
         annotation: recording.annotation(index).map(str::to_owned),
         line: if near.is_empty() { None } else { view.lines.line_of(near) },
     }

@@ -8,7 +8,6 @@ use crate::words::grouped;
 use serde::Serialize;
 use vramlab::Bytes;
 use vramlab::budget::OverBudget;
-use vramlab::histories::memory::Totals;
 
 /// More parts than this are steps, not phases.
 const MOST: usize = 8;
@@ -33,8 +32,8 @@ pub(crate) struct Phase {
     pub(crate) last_event: u64,
     /// Duration; `null` in recordings without times.
     pub(crate) time_ns: Option<u64>,
-    /// Peak reserved bytes, including memory reserved at its start.
-    pub(crate) peak_reserved_bytes: u64,
+    /// Peak reserved bytes, including memory reserved at its start; `null` if unknown.
+    pub(crate) peak_reserved_bytes: Option<u64>,
     /// Peak active bytes, including pending frees.
     pub(crate) peak_active_bytes: u64,
     /// Whether it determines the peak: of the phases that reach the reserved peak within half a percent, the one with the most
@@ -45,7 +44,7 @@ pub(crate) struct Phase {
 impl Phase {
     /// The level that other phases are compared with: reserved memory, or active memory if segment events are missing.
     fn level(&self) -> u64 {
-        self.peak_reserved_bytes.max(self.peak_active_bytes)
+        self.peak_reserved_bytes.map_or(self.peak_active_bytes, |reserved| reserved.max(self.peak_active_bytes))
     }
 
     /// The annotation, or the range of events: `load` or `events 1 to 4,075`.
@@ -75,12 +74,19 @@ pub(crate) fn phases(recording: &Recording) -> Result<Vec<Phase>, OverBudget> {
 /// The peaks of each phase and the phase that determines the peak, as a sentence.
 pub(crate) fn sentence(phases: &[Phase]) -> Option<String> {
     let decides = phases.iter().find(|phase| phase.decides)?.named();
+    // Without segments only active memory is known.
+    let known = phases.iter().any(|phase| phase.peak_reserved_bytes.is_some());
     let peaks = |phase: &Phase| {
-        format!("{} {} of {}", phase.named(), Bytes(phase.peak_active_bytes), Bytes(phase.peak_reserved_bytes))
+        let of = match phase.peak_reserved_bytes {
+            Some(reserved) => format!(" of {}", Bytes(reserved)),
+            None if known => " of unknown".to_owned(),
+            None => String::new(),
+        };
+        format!("{} {}{of}", phase.named(), Bytes(phase.peak_active_bytes))
     };
     let all: Vec<String> = phases.iter().map(peaks).collect();
-    let all = all.join("; ");
-    Some(format!("Phases (peak active of peak reserved): {all}. The phase that determines the peak: {decides}."))
+    let (all, of) = (all.join("; "), if known { " of peak reserved" } else { "" });
+    Some(format!("Phases (peak active{of}): {all}. The phase that determines the peak: {decides}."))
 }
 
 /// A part of a recording before short parts are merged.
@@ -126,14 +132,14 @@ fn measure(recording: &Recording, parts: Vec<Part>) -> Result<Vec<Measured>, Ove
     for (index, event, immediate) in recording.events.walk(0) {
         let number = recording.number(index);
         if let Some(Part { name, annotated, .. }) = parts.next_if(|part| part.from == index) {
-            let Totals { reserved, active, .. } = memory.totals();
+            let totals = memory.totals();
             let phase = Phase {
                 name,
                 first_event: number,
                 last_event: number,
                 time_ns: None,
-                peak_reserved_bytes: reserved,
-                peak_active_bytes: active,
+                peak_reserved_bytes: recording.reserved(totals),
+                peak_active_bytes: totals.active,
                 decides: false,
             };
             out.push(Measured { phase, annotated, busiest: false });
@@ -141,10 +147,10 @@ fn measure(recording: &Recording, parts: Vec<Part>) -> Result<Vec<Measured>, Ove
         // CAST: Recording::read limits the number of events.
         memory.apply(&event, index as u32, immediate)?;
         let Some(Measured { phase, .. }) = out.last_mut() else { continue };
-        let Totals { reserved, active, .. } = memory.totals();
+        let totals = memory.totals();
         phase.last_event = number;
-        phase.peak_reserved_bytes = phase.peak_reserved_bytes.max(reserved);
-        phase.peak_active_bytes = phase.peak_active_bytes.max(active);
+        phase.peak_reserved_bytes = phase.peak_reserved_bytes.max(recording.reserved(totals));
+        phase.peak_active_bytes = phase.peak_active_bytes.max(totals.active);
     }
     let peak = out.iter().map(|part| part.phase.level()).max().unwrap_or(0);
     let near = out.iter_mut().map(|part| &mut part.phase).filter(|phase| phase.level() >= peak - peak / SAME);

@@ -1,6 +1,7 @@
 //! Several recordings, such as the ranks of a job: one table, outliers first, then the first recording in full.
 
 use super::explanation::Explanation;
+use super::screen::size_if_known;
 use super::{ExplainArgs, explanation, screen};
 use crate::gpus::Gpus;
 use crate::reading::{Unread, each};
@@ -17,18 +18,19 @@ struct Rank {
     #[serde(flatten)]
     gpus: Gpus,
     events: u64,
-    peak_reserved_bytes: u64,
+    /// `null` if unknown.
+    peak_reserved_bytes: Option<u64>,
     /// Peak active bytes, including pending frees.
     peak_active_bytes: u64,
-    /// Reserved less active bytes at the reserved peak.
-    unused_bytes: u64,
+    /// Reserved less active bytes at the reserved peak; `null` if unknown.
+    unused_bytes: Option<u64>,
     /// Peak pending bytes.
     pending_peak_bytes: u64,
     /// Requests during which PyTorch released cached memory.
     num_retries: u64,
     refused: u64,
-    /// Relative difference between the reserved peak and the median rank's.
-    off: f64,
+    /// Relative difference between the reserved peak and the median rank's; `null` if unknown.
+    off: Option<f64>,
     /// The line that holds the most memory at the active peak.
     line: Option<String>,
     /// Where the file was truncated, and what is missing.
@@ -52,14 +54,19 @@ impl Rank {
             events: explanation.events,
             peak_reserved_bytes: peak.reserved_bytes,
             peak_active_bytes: explanation.peak_active.active_bytes,
-            unused_bytes: peak.reserved_bytes.saturating_sub(peak.active_bytes),
+            unused_bytes: peak.reserved_bytes.map(|reserved| reserved.saturating_sub(peak.active_bytes)),
             pending_peak_bytes: explanation.reserved.pending.peak_bytes,
             num_retries: explanation.num_retries,
             refused: explanation.refused,
-            off: 0.0,
+            off: None,
             line: explanation.who.first().and_then(|who| who.lines.first()).map(|share| share.line.clone()),
             cut: explanation.cut.clone(),
         }
+    }
+
+    /// Distance from the median; 0 if unknown.
+    fn distance(&self) -> f64 {
+        self.off.map_or(0.0, f64::abs)
     }
 
     /// The order of the rows: refused requests, retries, distance from the median, reserved peak.
@@ -67,7 +74,7 @@ impl Rank {
         let counts = |rank: &Self| (rank.refused, rank.num_retries);
         counts(other)
             .cmp(&counts(self))
-            .then(other.off.abs().total_cmp(&self.off.abs()))
+            .then(other.distance().total_cmp(&self.distance()))
             .then(other.peak_reserved_bytes.cmp(&self.peak_reserved_bytes))
             .then(self.trace.cmp(&other.trace))
     }
@@ -91,13 +98,13 @@ pub(super) fn ranks(args: &ExplainArgs, files: &[PathBuf]) -> Result<()> {
 
 /// Computes the distance of each rank from the median, and sorts outliers first.
 fn compare(ranks: &mut [Rank]) {
-    let mut peaks: Vec<u64> = ranks.iter().map(|rank| rank.peak_reserved_bytes).collect();
+    let mut peaks: Vec<u64> = ranks.iter().filter_map(|rank| rank.peak_reserved_bytes).collect();
     peaks.sort_unstable();
     // CAST: bytes far below 2^53.
-    let median = peaks[(peaks.len() - 1) / 2] as f64;
+    let median = peaks.get(peaks.len().saturating_sub(1) / 2).map_or(0.0, |median| *median as f64);
     for rank in ranks.iter_mut() {
-        let off = (rank.peak_reserved_bytes as f64 - median) / median;
-        rank.off = if median > 0.0 { off } else { 0.0 };
+        let off = |peak: u64| if median > 0.0 { (peak as f64 - median) / median } else { 0.0 };
+        rank.off = rank.peak_reserved_bytes.map(off);
     }
     ranks.sort_by(Rank::order);
 }
@@ -119,10 +126,10 @@ fn table(ranks: &[Rank], args: &ExplainArgs, page: &mut Page) {
     for (rank, name) in ranks.iter().zip(&names).take(shown) {
         table.row([
             name.clone(),
-            size(rank.peak_reserved_bytes),
-            difference(rank.off),
+            size_if_known(rank.peak_reserved_bytes),
+            rank.off.map_or_else(|| "-".to_owned(), difference),
             size(rank.peak_active_bytes),
-            size(rank.unused_bytes),
+            size_if_known(rank.unused_bytes),
             size(rank.pending_peak_bytes),
             rank.num_retries.to_string(),
             rank.refused.to_string(),
@@ -130,7 +137,7 @@ fn table(ranks: &[Rank], args: &ExplainArgs, page: &mut Page) {
     }
     page.table(&table);
     if ranks.len() > shown {
-        let (more, others) = (ranks.len() - shown, ranks.iter().skip(shown).map(|rank| 100.0 * rank.off.abs()));
+        let (more, others) = (ranks.len() - shown, ranks.iter().skip(shown).map(|rank| 100.0 * rank.distance()));
         let off = others.fold(0.0, f64::max);
         page.note(format!("{more} more recordings, at most {off:.1} % from the median; --top N shows more rows"));
     }

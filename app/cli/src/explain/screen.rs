@@ -23,6 +23,11 @@ fn table<const N: usize>(page: &mut Page, columns: [Column; N], rows: impl Itera
     page.table(&table);
 }
 
+/// A size; a dash if it is unknown.
+pub(super) fn size_if_known(bytes: Option<u64>) -> String {
+    bytes.map_or_else(|| "-".to_owned(), size)
+}
+
 /// An event by its number.
 fn numbered(event: u64) -> String {
     match event {
@@ -113,7 +118,8 @@ pub(super) fn sentences(explanation: &Explanation) -> Sentences {
 
 /// Whether the recording shows fewer segments than its blocks need. What it shows as reserved is then a part of it.
 fn misses_segments(explanation: &Explanation) -> bool {
-    explanation.peak_active.active_bytes > explanation.peak_active.reserved_bytes
+    let peak = &explanation.peak_active;
+    peak.reserved_bytes.is_none_or(|reserved| peak.active_bytes > reserved)
 }
 
 /// The name of what the breakdown divides.
@@ -127,6 +133,7 @@ fn reserved_name(explanation: &Explanation) -> &'static str {
 /// A few sentences; the first is the main result.
 fn headline(explanation: &Explanation) -> Vec<String> {
     let (active, reserved) = (&explanation.peak_active, &explanation.peak_reserved);
+    let known = reserved.reserved_bytes.filter(|bytes| *bytes > 0);
     let mut out = Vec::new();
     if let Some(last) = explanation.out_of_memory.last() {
         out.push(format!(
@@ -137,7 +144,7 @@ fn headline(explanation: &Explanation) -> Vec<String> {
         ));
         out.extend(sections::refusal(explanation, last));
     } else if explanation.events == 0 {
-        let (used, whole) = (active.active_bytes, reserved.reserved_bytes);
+        let (used, whole) = (active.active_bytes, known.unwrap_or_default());
         let (share, blocks) = (percent(used, whole), counted(explanation.blocks_before, "block"));
         out.push(format!(
             "{} reserved in {}, {} ({share}) active in {blocks} when the snapshot was taken",
@@ -146,27 +153,17 @@ fn headline(explanation: &Explanation) -> Vec<String> {
             size(used)
         ));
         out.push("the snapshot has no events, so earlier memory is unknown".to_owned());
-    } else if reserved.reserved_bytes == 0 {
-        out.push(format!(
-            "peak active {}; the recording has no segments, so reserved memory is unknown",
-            size(active.active_bytes)
-        ));
-    } else if misses_segments(explanation) {
-        out.push(format!(
-            "peak active {}; total reserved memory is unknown: the recording shows a part of it, at most {}",
-            size(active.active_bytes),
-            size(reserved.reserved_bytes)
-        ));
-    } else {
+    } else if let Some(peak) = known.filter(|_| !misses_segments(explanation)) {
         out.push(format!(
             "peak reserved {}, peak active {} ({})",
-            size(reserved.reserved_bytes),
+            size(peak),
             size(active.active_bytes),
-            percent(active.active_bytes, reserved.reserved_bytes)
+            percent(active.active_bytes, peak)
         ));
         let reserved = &explanation.reserved.moment;
         // The largest free block may be the remainder of the segment just allocated.
-        let free = reserved.reserved_bytes.saturating_sub(reserved.active_bytes + reserved.largest_hole_bytes);
+        let used = reserved.active_bytes + reserved.largest_hole_bytes.unwrap_or_default();
+        let free = reserved.reserved_bytes.map_or(0, |reserved| reserved.saturating_sub(used));
         let little = active.active_bytes / 20;
         // Before recording started there is no request.
         if reserved.event > 0 && reserved.active_bytes < active.active_bytes - little && free > little {
@@ -176,6 +173,17 @@ fn headline(explanation: &Explanation) -> Vec<String> {
                 size(reserved.active_bytes)
             ));
         }
+    } else if let Some(part) = known {
+        out.push(format!(
+            "peak active {}; total reserved memory is unknown: the recording shows a part of it, at most {}",
+            size(active.active_bytes),
+            size(part)
+        ));
+    } else {
+        out.push(format!(
+            "peak active {}; the recording has no segments, so reserved memory is unknown",
+            size(active.active_bytes)
+        ));
     }
     if explanation.num_retries > 0 {
         let times = |count: u64| if count == 1 { "once".to_owned() } else { format!("{count} times") };

@@ -204,7 +204,8 @@ pub(super) fn survey<'r>(
                 add_release(view, explanation, &memory, (index, &event), &window);
                 explanation.refused += 1;
                 out.last_refused = Some(index);
-                let cause = cause(&memory, event.bytes, event.stream, window.completed, false);
+                let known = recording.reserved(memory.totals()).is_some();
+                let cause = known.then(|| cause(&memory, event.bytes, event.stream, window.completed, false));
                 push_last(&mut explanation.out_of_memory, refused(view, &memory, index, &event, cause));
             }
             Action::FreeCompleted => {}
@@ -218,7 +219,7 @@ pub(super) fn survey<'r>(
         if is_new_segment(event.action) {
             // Its request is about to use it.
             sample.largest_hole = last.largest_hole;
-        } else {
+        } else if recording.reserved(sample.totals).is_some() {
             let (event, bytes) = (recording.number(index), sample.largest_hole);
             explanation.largest_hole.get_or_insert(LargestHole::new(event, bytes)).take(event, bytes);
         }
@@ -338,15 +339,15 @@ fn push_last<T>(list: &mut Vec<T>, value: T) {
 
 /// Adds an event to the last point of the curves, which shows the event with the most active memory.
 fn add_to_curve(timeline: &mut [Point], recording: &Recording, sample: &Sample) {
-    let Sample { index, totals, largest_hole: hole, .. } = *sample;
+    let Sample { index, totals, largest_hole, .. } = *sample;
     let Some(point) = timeline.last_mut() else { return };
-    let first = point.event == 0;
-    let least = if first { hole } else { point.largest_hole_bytes.min(hole) };
-    if first || totals.active > point.active_bytes {
+    let reserved = recording.reserved(totals);
+    let least = point.largest_hole_bytes.into_iter().chain(reserved.map(|_| largest_hole)).min();
+    if point.event == 0 || totals.active > point.active_bytes {
         *point = Point {
             event: recording.number(index),
             time_ns: recording.since_start(index).unwrap_or(0),
-            reserved_bytes: totals.reserved,
+            reserved_bytes: reserved,
             active_bytes: totals.active,
             requested_bytes: totals.requested,
             largest_hole_bytes: least,
@@ -414,16 +415,17 @@ fn segment_bytes(recording: &Recording, memory: &Memory, bytes: u64) -> u64 {
     }
 }
 
-fn refused(view: &mut View<'_>, memory: &Memory, index: usize, event: &RecordedEvent, cause: Cause) -> Refused {
+fn refused(view: &mut View<'_>, memory: &Memory, index: usize, event: &RecordedEvent, cause: Option<Cause>) -> Refused {
+    let moment = moment(view, memory, index);
     Refused {
         asked_bytes: event.bytes,
         segment_bytes: segment_bytes(view.recording, memory, event.bytes),
         stream: event.stream,
         device_free_bytes: Some(event.addr).filter(|free| *free > 0),
         cause,
-        free_bytes: memory.free_bytes(memory.pool_of(event.stream, event.bytes)),
+        free_bytes: moment.reserved_bytes.map(|_| memory.free_bytes(memory.pool_of(event.stream, event.bytes))),
         private_free_bytes: 0,
-        moment: moment(view, memory, index),
+        moment,
     }
 }
 

@@ -193,9 +193,10 @@ const drawExplanation = (parent, explanation, way) => {
   if (explanation.peaks.length > 1) {
     title("Highest peaks of active memory");
     const most = explanation.peak_reserved.reserved_bytes || explanation.peak_active.active_bytes;
+    const known = (bytes) => bytes === null ? "–" : formatBytes(bytes);
     const rows = explanation.peaks.map((moment) => [link(formatCount(moment.event), moment.event),
-      moment.time_ns === null ? "–" : formatTime(moment.time_ns), formatBytes(moment.active_bytes), bar(moment.active_bytes, most), formatBytes(moment.reserved_bytes),
-      formatBytes(moment.largest_hole_bytes), inWords([moment.annotation, moment.line].filter((text) => text).join(", "))]);
+      moment.time_ns === null ? "–" : formatTime(moment.time_ns), formatBytes(moment.active_bytes), bar(moment.active_bytes, most), known(moment.reserved_bytes),
+      known(moment.largest_hole_bytes), inWords([moment.annotation, moment.line].filter((text) => text).join(", "))]);
     const [head, ...full] = withoutEmpty(["event", "time", "active", "", "reserved", "largest free block", "annotation, line"], rows);
     longTable(parent, head, full);
   }

@@ -143,7 +143,8 @@ const readHistory = async (about) => {
   const explanation = about.answers.explain?.said, points = explanation?.timeline ?? [];
   if (points.length && explanation.peak_reserved.reserved_bytes > 0) {
     const at = (point) => Math.min(Math.max(point.event - 1, 0), Math.max(history.events - 1, 0));
-    history.hole = { event: Uint32Array.from(points, at), bytes: Float64Array.from(points, (point) => point.largest_hole_bytes) };
+    const known = points.filter((point) => point.largest_hole_bytes !== null);
+    history.hole = { event: Uint32Array.from(known, at), bytes: Float64Array.from(known, (point) => point.largest_hole_bytes) };
     const sampled = points.filter((point) => point.device_used_bytes !== null);
     if (sampled.length) history.used = { event: Uint32Array.from(sampled, at), bytes: Float64Array.from(sampled, (point) => point.device_used_bytes) };
   }

@@ -16,11 +16,11 @@ const shortNames = (names) => {
 const outlierOrder = (histories, a, b) => {
   const explained = (history) => history.answers.explain?.said;
   if (![a, b].every(explained)) return 0;
-  const peaks = histories.filter(explained).map((history) => explained(history).peak_reserved.reserved_bytes).sort((x, y) => x - y);
+  const peaks = histories.filter(explained).map((history) => explained(history).peak_reserved.reserved_bytes ?? 0).sort((x, y) => x - y);
   const median = peaks[Math.floor((peaks.length - 1) / 2)];
   const key = (history) => {
     const { refused, num_retries: retries, peak_reserved: { reserved_bytes: reserved } } = explained(history);
-    return [refused, retries, Math.abs(reserved - median), reserved];
+    return [refused, retries, Math.abs((reserved ?? 0) - median), reserved ?? 0];
   };
   const [first, second] = [key(a), key(b)], at = first.findIndex((value, i) => value !== second[i]);
   return at < 0 ? 0 : second[at] - first[at];

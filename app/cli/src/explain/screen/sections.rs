@@ -1,6 +1,6 @@
 //! The second half of the screen: reserved-memory breakdown, phases, peaks, releases and cache misses.
 
-use super::{numbered, place, reserved_name, table, when};
+use super::{numbered, place, reserved_name, size_if_known, table, when};
 use crate::explain::ExplainArgs;
 use crate::explain::causes::Cause;
 use crate::explain::explanation::{Explanation, LargestHole, Refused, Retry, SparseSegment, Stranded};
@@ -13,28 +13,12 @@ use terminal::{Column, Page, duration};
 pub(super) fn refusal(explanation: &Explanation, last: &Refused) -> Vec<String> {
     let moment = &last.moment;
     let two_places = two_places(explanation, last);
-    let outside = last.free_bytes.saturating_sub(last.private_free_bytes);
-    let cause = match last.cause {
-        _ if two_places.is_some() => "neither place alone was enough",
-        Cause::Pieces if outside < last.asked_bytes => Cause::Growth.words(),
-        cause => cause.words(),
-    };
-    let private = match last.private_free_bytes {
-        0 => String::new(),
-        bytes => format!(" ({} of it in private pools, which serve only their own requests)", size(bytes)),
-    };
-    let known =
-        if moment.active_bytes > moment.reserved_bytes { " in the segments that the recording shows" } else { "" };
-    let mut out = format!(
-        "{} reserved{known}, {} active; {} free in its stream and pool{private}, largest free block {}: {cause}",
-        size(moment.reserved_bytes),
-        size(moment.active_bytes),
-        size(last.free_bytes),
-        size(moment.largest_hole_bytes),
-    );
-    match (explanation.limit_bytes, last.device_free_bytes) {
-        (Some(limit), _) => {
-            let unreserved = limit.saturating_sub(moment.reserved_bytes);
+    let mut out = reserved_when_refused(last, two_places.is_some())
+        .unwrap_or_else(|| format!("{} active; reserved memory is unknown", size(moment.active_bytes)));
+    let limit = explanation.limit_bytes.zip(moment.reserved_bytes);
+    match (limit, last.device_free_bytes) {
+        (Some((limit, reserved)), _) => {
+            let unreserved = limit.saturating_sub(reserved);
             out += &format!("; the limit of {} leaves {} unreserved", size(limit), size(unreserved));
             out += &below_segment(last, unreserved);
         }
@@ -53,6 +37,29 @@ pub(super) fn refusal(explanation: &Explanation, last: &Refused) -> Vec<String> 
     std::iter::once(out).chain(two_places).collect()
 }
 
+/// Reserved memory when a request was refused, and why it did not serve it; `None` if unknown.
+fn reserved_when_refused(last: &Refused, two_places: bool) -> Option<String> {
+    let moment = &last.moment;
+    let (reserved, free, largest) = (moment.reserved_bytes?, last.free_bytes?, moment.largest_hole_bytes?);
+    let cause = match last.cause? {
+        _ if two_places => "neither place alone was enough",
+        Cause::Pieces if free.saturating_sub(last.private_free_bytes) < last.asked_bytes => Cause::Growth.words(),
+        cause => cause.words(),
+    };
+    let private = match last.private_free_bytes {
+        0 => String::new(),
+        bytes => format!(" ({} of it in private pools, which serve only their own requests)", size(bytes)),
+    };
+    let known = if moment.active_bytes > reserved { " in the segments that the recording shows" } else { "" };
+    Some(format!(
+        "{} reserved{known}, {} active; {} free in its stream and pool{private}, largest free block {}: {cause}",
+        size(reserved),
+        size(moment.active_bytes),
+        size(free),
+        size(largest),
+    ))
+}
+
 /// Why memory that is large enough for a request does not serve it: it is smaller than the request's segment.
 fn below_segment(last: &Refused, free: u64) -> String {
     match (last.asked_bytes..last.segment_bytes).contains(&free) {
@@ -63,9 +70,10 @@ fn below_segment(last: &Refused, free: u64) -> String {
 
 /// A refused request for which enough memory was free in total, but neither in segments nor on the GPU alone.
 fn two_places(explanation: &Explanation, last: &Refused) -> Option<String> {
-    let limit = explanation.limit_bytes.map(|limit| limit.saturating_sub(last.moment.reserved_bytes));
+    let limit = explanation.limit_bytes.zip(last.moment.reserved_bytes);
+    let limit = limit.map(|(limit, reserved)| limit.saturating_sub(reserved));
     let unreserved = last.device_free_bytes.into_iter().chain(limit).min()?;
-    let (cached, asked) = (last.free_bytes.saturating_sub(last.private_free_bytes), last.asked_bytes);
+    let (cached, asked) = (last.free_bytes?.saturating_sub(last.private_free_bytes), last.asked_bytes);
     let split = cached < asked && unreserved < asked && cached.saturating_add(unreserved) >= asked;
     split.then(|| {
         let fix = if explanation.expandable { "" } else { "; expandable_segments:True can combine them" };
@@ -95,10 +103,7 @@ const LABEL: usize = 16;
 /// The reserved-memory breakdown.
 pub(super) fn breakdown(explanation: &Explanation, args: &ExplainArgs, page: &mut Page) {
     let breakdown = &explanation.reserved;
-    let reserved = breakdown.moment.reserved_bytes;
-    if reserved == 0 {
-        return;
-    }
+    let Some(reserved) = breakdown.moment.reserved_bytes.filter(|bytes| *bytes > 0) else { return };
     let at = match breakdown.at {
         "out_of_memory" => "when memory ran out",
         "near_peak_reserved" => "within 0.5 % of its peak",
@@ -243,7 +248,8 @@ pub(super) fn pending(explanation: &Explanation) -> Vec<String> {
         format!("peak active {} ({} without deferred frees)", size(active), size(pending.peak_active_instant_bytes));
     let replayed = pending.replayed_reserved_bytes.zip(pending.replayed_instant_reserved_bytes);
     // A replay that reserves less than was recorded does not reproduce the waits.
-    let reproduced = replayed.filter(|(peak, _)| *peak >= explanation.peak_reserved.reserved_bytes / 100 * 99);
+    let recorded = explanation.peak_reserved.reserved_bytes;
+    let reproduced = replayed.filter(|(peak, _)| recorded.is_none_or(|recorded| *peak >= recorded / 100 * 99));
     if let Some((peak, instant)) = reproduced {
         text += &format!("; peak reserved in replay {} ({})", size(peak), size(instant));
     }
@@ -264,7 +270,8 @@ pub(super) fn pending(explanation: &Explanation) -> Vec<String> {
 fn sparse_segments(explanation: &Explanation, args: &ExplainArgs, page: &mut Page) {
     let breakdown = &explanation.reserved;
     // Below half a percent of reserved memory the table is omitted; --json has it.
-    if breakdown.pinned.is_empty() || breakdown.pinned_free_bytes < breakdown.moment.reserved_bytes / 200 {
+    let reserved = breakdown.moment.reserved_bytes.unwrap_or_default();
+    if breakdown.pinned.is_empty() || breakdown.pinned_free_bytes < reserved / 200 {
         return;
     }
     page.title(format!(
@@ -335,8 +342,8 @@ pub(super) fn peaks(explanation: &Explanation, args: &ExplainArgs, page: &mut Pa
                 grouped(moment.event),
                 moment.time_ns.map_or_else(|| "-".to_owned(), duration),
                 size(moment.active_bytes),
-                size(moment.reserved_bytes),
-                size(moment.largest_hole_bytes),
+                size_if_known(moment.reserved_bytes),
+                size_if_known(moment.largest_hole_bytes),
                 place.join(", "),
             ]
         });
@@ -374,7 +381,7 @@ fn phases(explanation: &Explanation, page: &mut Page) {
             format!("{} to {}", grouped(phase.first_event), grouped(phase.last_event)),
             phase.time_ns.map_or_else(|| "-".to_owned(), duration),
             size(phase.peak_active_bytes),
-            size(phase.peak_reserved_bytes),
+            size_if_known(phase.peak_reserved_bytes),
         ]
     });
     table(page, columns, rows);
@@ -385,9 +392,6 @@ fn largest_free_block(explanation: &Explanation, page: &mut Page) {
     // Without events there is one moment, which the breakdown shows.
     let range = explanation.largest_hole.as_ref().filter(|_| explanation.events > 0);
     let Some(&LargestHole { min_bytes, min_event, max_bytes, max_event }) = range else { return };
-    if explanation.peak_reserved.reserved_bytes == 0 {
-        return;
-    }
     let (shown, end) = (&explanation.reserved, &explanation.end);
     let at = match shown.at {
         "out_of_memory" => "when memory ran out",
@@ -396,15 +400,15 @@ fn largest_free_block(explanation: &Explanation, page: &mut Page) {
     };
     page.title(format!(
         "Largest free block: {} {at}, {} at the end; maximum {} ({}), minimum {} ({})",
-        size(shown.moment.largest_hole_bytes),
-        size(end.largest_hole_bytes),
+        size_if_known(shown.moment.largest_hole_bytes),
+        size_if_known(end.largest_hole_bytes),
         size(max_bytes),
         numbered(max_event),
         size(min_bytes),
         numbered(min_event)
     ));
-    if let Some(limit) = explanation.limit_bytes {
-        let unreserved = limit.saturating_sub(end.reserved_bytes);
+    if let Some((limit, reserved)) = explanation.limit_bytes.zip(end.reserved_bytes) {
+        let unreserved = limit.saturating_sub(reserved);
         page.note(format!("the limit of {} leaves {} unreserved at the end", size(limit), size(unreserved)));
     }
 }
