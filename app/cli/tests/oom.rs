@@ -240,6 +240,34 @@ fn pytorch_from_2_1() {
     );
 }
 
+/// A container hides process ids, so PyTorch lists its own process as another.
+#[test]
+fn a_container_lists_its_own_process() {
+    let rest = |processes: &str, allocated: &str| {
+        format!(
+            "{processes} Of the allocated memory {allocated} is allocated by PyTorch, and 184.30 MiB is reserved by PyTorch but unallocated."
+        )
+    };
+    let listed = "Process 2318177 has 78.88 GiB memory in use.";
+    let text = modern("512.00 MiB", "79.15 GiB", "270.94 MiB", &rest(listed, "77.90 GiB"));
+    let found = check(&text, "pytorch", &["too-little"]);
+    near(&found, "process_bytes", (78.88 * GIB).round());
+    assert_eq!(found["other_processes"].as_array().unwrap().len(), 0);
+    assert!(!found["lines"].to_string().contains("other processes"), "{found:#}");
+    // One of two: the other is too small.
+    let listed = "Process 11 has 8.00 GiB memory in use. Process 12 has 70.88 GiB memory in use.";
+    let text = modern("512.00 MiB", "79.15 GiB", "270.94 MiB", &rest(listed, "69.90 GiB"));
+    let found = check(&text, "pytorch", &["too-little", "other-processes"]);
+    assert_eq!(found["other_processes"][0]["pid"], 11);
+    // Either of two, and a process beside memory that nobody on the list holds: not decided.
+    let listed = "Process 11 has 39.40 GiB memory in use. Process 12 has 39.48 GiB memory in use.";
+    let text = modern("512.00 MiB", "79.15 GiB", "270.94 MiB", &rest(listed, "38.00 GiB"));
+    assert_eq!(answer(&text)["process_bytes"], Value::Null);
+    let listed = "Process 11 has 39.40 GiB memory in use.";
+    let text = modern("512.00 MiB", "79.15 GiB", "270.94 MiB", &rest(listed, "38.00 GiB"));
+    assert_eq!(answer(&text)["process_bytes"], Value::Null);
+}
+
 #[test]
 fn messages_that_name_no_sizes_of_the_device() {
     let text = "ResourceExhaustedError: OOM when allocating tensor with shape[256,1024,1024] and type float on \

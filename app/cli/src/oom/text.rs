@@ -161,7 +161,25 @@ fn pytorch(text: &str) -> Option<(Reporter, Facts)> {
             facts.other_processes.push(Holder { pid, bytes });
         }
     }
+    recognize_own_process(&mut facts);
     Some((Reporter::Pytorch, facts))
+}
+
+/// In a container PyTorch lists its own process among the others. It is the only one that can hold what PyTorch reserved, if the
+/// memory of nobody on the list cannot.
+fn recognize_own_process(facts: &mut Facts) {
+    let (Some(total), Some(free), Some(reserved), None) =
+        (facts.total_bytes, facts.free_bytes, facts.reserved(), facts.process_bytes)
+    else {
+        return;
+    };
+    let unlisted = total.saturating_sub(free).saturating_sub(facts.others());
+    let mut able = (0..facts.other_processes.len()).filter(|at| facts.other_processes[*at].bytes >= reserved);
+    if let (Some(own), None) = (able.next(), able.next())
+        && unlisted < reserved
+    {
+        facts.process_bytes = Some(facts.other_processes.remove(own).bytes);
+    }
 }
 
 fn malloc_async(text: &str) -> Option<(Reporter, Facts)> {
