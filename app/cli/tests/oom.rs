@@ -230,7 +230,19 @@ fn pytorch_from_2_1() {
     // ROCm/TheRock#2118, with a limit
     let rest = "1.05 GiB allowed; Of the allocated memory 1017.01 MiB is allocated by PyTorch, with 17.00 MiB allocated in private pools (e.g., HIP Graphs), and 54.99 MiB is reserved by PyTorch but unallocated.";
     let text = modern("2.00 MiB", "255.98 GiB", "244.65 GiB", rest).replace("CUDA", "HIP");
-    check(&text, "pytorch", &["limit", "unseen", "private-pools"]);
+    check(&text, "pytorch", &["limit", "fragmentation", "unseen", "private-pools"]);
+    // The limit refused a segment, while memory within it was free.
+    let limited = |unallocated: &str, allocated: &str| {
+        let rest = format!(
+            "Including non-PyTorch memory, this process has 10.54 GiB memory in use. 10.00 GiB allowed; Of the allocated memory {allocated} is allocated by PyTorch, and {unallocated} is reserved by PyTorch but unallocated."
+        );
+        modern("1.00 GiB", "79.15 GiB", "68.60 GiB", &rest)
+    };
+    let found = check(&limited("5.88 GiB", "4.10 GiB"), "pytorch", &["limit", "fragmentation"]);
+    assert!(found["lines"][2].as_str().unwrap().starts_with("Within the limit: fragmentation. 5.88 GiB"), "{found:#}");
+    assert_eq!(found["setting"], "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True");
+    let found = check(&limited("900.00 MiB", "9.10 GiB"), "pytorch", &["limit"]);
+    assert_eq!(found["setting"], Value::Null);
     // pytorch/pytorch#175431, ROCm
     let rest = "Of the allocated memory 68.63 GiB is allocated by PyTorch, and 14.93 GiB is reserved by PyTorch but unallocated.";
     check(

@@ -21,7 +21,7 @@ impl Advice {
     pub(crate) fn new(source: Reporter, facts: &Facts, findings: &[Finding]) -> Self {
         let mut lines = vec![message(source, facts)];
         let causes = findings.iter().filter(|finding| finding.is_cause());
-        lines.extend(causes.map(|finding| cause(source, facts, *finding)));
+        lines.extend(causes.map(|finding| cause(source, facts, findings, *finding)));
         let holders: Vec<String> =
             findings.iter().filter_map(|finding| holder(facts, *finding)).take(MOST_HOLDERS).collect();
         if !holders.is_empty() {
@@ -90,7 +90,7 @@ fn message(source: Reporter, facts: &Facts) -> String {
     format!("{name}{gpu}{times}: {numbers}.")
 }
 
-fn cause(source: Reporter, facts: &Facts, finding: Finding) -> String {
+fn cause(source: Reporter, facts: &Facts, findings: &[Finding], finding: Finding) -> String {
     let size = |bytes: u64| Bytes(bytes).to_string();
     match finding {
         Finding::Limit(limit) => {
@@ -115,6 +115,12 @@ fn cause(source: Reporter, facts: &Facts, finding: Finding) -> String {
              a container, WSL, or the driver.",
             size(free)
         ),
+        Finding::Fragmentation(unallocated) if findings.iter().any(|finding| matches!(finding, Finding::Limit(_))) => {
+            format!(
+                "Within the limit: fragmentation. {} are reserved but unallocated, more than the request, in pieces that are too small.",
+                size(unallocated)
+            )
+        }
         Finding::Fragmentation(unallocated) => {
             let full = facts.total_bytes.is_some_and(|total| unallocated < total / 20);
             let full = if full {
@@ -225,6 +231,10 @@ fn remedy(source: Reporter, facts: &Facts, findings: &[Finding]) -> (String, Opt
         }
         (Reporter::Pytorch, Finding::Fragmentation(_) | Finding::FragmentationInTwoPlaces(_)) => (
             format!("Try: {EXPANDABLE} (before Python starts; not on Windows, not under cudaMallocAsync)."),
+            Some(EXPANDABLE),
+        ),
+        (Reporter::Pytorch, Finding::Limit(_)) if findings.iter().any(|finding| matches!(finding, Finding::Fragmentation(_))) => (
+            format!("Try: {EXPANDABLE} (before Python starts; not on Windows, not under cudaMallocAsync), or raise the limit."),
             Some(EXPANDABLE),
         ),
         (Reporter::PytorchMallocAsync, _) => (

@@ -2,7 +2,7 @@
 //!
 //! | condition | conclusion |
 //! |---|---|
-//! | reserved and requested exceed the limit of the process | the limit |
+//! | reserved and requested exceed the limit of the process | the limit; of PyTorch also fragmentation, by the rule below |
 //! | requested exceeds the device | the request alone is too large |
 //! | reserved exceeds the device | the driver pages to host memory (Windows) |
 //! | free on the device covers the request | not device memory: host memory, a container's limit, the driver |
@@ -59,6 +59,9 @@ impl Finding {
 pub(crate) fn findings(source: Reporter, facts: &Facts) -> Vec<Finding> {
     let mut out = Vec::new();
     out.extend(cause(source, facts));
+    if source == Reporter::Pytorch && matches!(out[..], [Finding::Limit(_)]) {
+        out.extend(fragmentation(facts));
+    }
     let mut holders = holders(source, facts);
     holders.sort_by_key(|(bytes, _)| std::cmp::Reverse(*bytes));
     out.extend(holders.into_iter().map(|(_, finding)| finding));
@@ -112,6 +115,12 @@ fn cause(source: Reporter, facts: &Facts) -> Option<Finding> {
         return Some(Finding::FragmentationInTwoPlaces(together));
     }
     facts.free_bytes.map(|_| Finding::TooLittle(requested - together))
+}
+
+/// Fragmentation under a limit that refused another segment. `unallocated_bytes` is without the memory of private pools.
+fn fragmentation(facts: &Facts) -> Option<Finding> {
+    let (requested, unallocated) = facts.requested_bytes.zip(facts.unallocated_bytes)?;
+    (unallocated >= requested).then_some(Finding::Fragmentation(unallocated))
 }
 
 /// Holders that matter: each with a tenth of the device, a GiB, or as much as the request.
