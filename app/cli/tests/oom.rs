@@ -403,6 +403,31 @@ fn other_libraries() {
     assert_eq!(found["other_processes"].as_array().unwrap().len(), 2);
 }
 
+/// "Maximum pool size exceeded" begins three messages of RMM: of a full pool, of a full GPU, and of a pool without a maximum.
+#[test]
+fn rmm_names_the_pool_or_the_gpu() {
+    let pool = |rest: &str| {
+        format!(
+            "MemoryError: std::bad_alloc: out_of_memory: RMM failure at:pool_memory_resource.hpp:265: Maximum pool size exceeded (failed to allocate 2.000000 GiB): {rest}"
+        )
+    };
+    let grow = |maximum: &str| {
+        pool(&format!("Not enough room to grow, current/max/try size = 8.000000 GiB, {maximum}, 2.000000 GiB"))
+    };
+    let found = check(&grow("8.000000 GiB"), "rmm", &["limit"]);
+    near(&found, "allocated_bytes", 8.0 * GIB);
+    near(&found, "limit_bytes", 8.0 * GIB);
+    near(&found, "requested_bytes", 2.0 * GIB);
+    assert!(found["lines"].to_string().contains("Raise the pool's maximum size"), "{found:#}");
+    let upstream = "std::bad_alloc: out_of_memory: CUDA error (failed to allocate 2147483648 bytes) at: cuda_memory_resource.hpp:62: cudaErrorMemoryAllocation out of memory";
+    for text in [pool(upstream), grow("16.000000 EiB")] {
+        let found = check(&text, "rmm", &["undecided"]);
+        let lines = found["lines"].to_string();
+        assert!(lines.contains("Cause: the GPU") && !lines.contains("Raise the pool's maximum"), "{found:#}");
+        assert_eq!(found["limit_bytes"], Value::Null);
+    }
+}
+
 /// A log's prefix stands before each line that a terminal broke.
 #[test]
 fn prefixes_and_borders_of_lines_are_left_out() {

@@ -77,7 +77,10 @@ fn message(source: Reporter, facts: &Facts) -> String {
         (None, None) => {}
     }
     if let Some(allocated) = facts.allocated_bytes {
-        parts.push(format!("{} allocated", size(allocated)));
+        parts.push(match source {
+            Reporter::Rmm => format!("the pool has {}", size(allocated)),
+            _ => format!("{} allocated", size(allocated)),
+        });
     }
     if let Some(unallocated) = facts.unallocated_bytes {
         parts.push(format!("{} reserved but unallocated", size(unallocated)));
@@ -173,6 +176,9 @@ fn undecided(source: Reporter, facts: &Facts) -> String {
         Reporter::Ggml => "Cause: one buffer does not fit. The text does not say how much is free.",
         Reporter::Xla => "The text does not say how much memory the GPU has, or who holds it.",
         Reporter::Rmm if facts.is_pool_full => "Cause: the pool has its maximum size, which the text does not tell.",
+        Reporter::Rmm => {
+            "Cause: the GPU and not the pool's maximum size. CUDA refused the request; the text does not say who holds the memory."
+        }
         _ if facts.free_bytes.is_some() && facts.requested_bytes.is_some() => {
             "The text does not say how much of what is reserved is unallocated, so the cause is open."
         }

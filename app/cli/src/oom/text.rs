@@ -68,7 +68,7 @@ pub(crate) struct Facts {
     pub(crate) free_bytes: Option<u64>,
     /// Memory limit of the process.
     pub(crate) limit_bytes: Option<u64>,
-    /// In tensors.
+    /// In tensors; of RMM the pool's size.
     pub(crate) allocated_bytes: Option<u64>,
     /// Reserved by the library's allocator and not in tensors.
     pub(crate) unallocated_bytes: Option<u64>,
@@ -325,12 +325,22 @@ fn rmm(text: &str) -> Option<(Reporter, Facts)> {
     let pool = text.rfind("Maximum pool size exceeded").or_else(|| text.rfind("Exceeded memory limit"));
     let at = pool.or_else(|| text.rfind("std::bad_alloc: out_of_memory"))?;
     let message = joined(window(text, at, 600));
+    let (current, maximum) = message.split_once("current/max/try size = ").map_or((None, None), |(_, sizes)| {
+        let mut sizes = sizes.split(", ").map(size);
+        (sizes.next().flatten(), sizes.next().flatten())
+    });
+    // RMM prints the largest number, which is not a size, for a pool without a maximum.
+    let is_unlimited = current.is_some() && maximum.is_none();
+    // The pool reports its upstream's failure with the same first words.
+    let is_refused_by_cuda = message.contains("CUDA error") || message.contains("cudaErrorMemoryAllocation");
     let facts = Facts {
         failures: 1,
         requested_bytes: size_after(&message, "failed to allocate "),
-        limit_bytes: pool
-            .and_then(|_| size_after(&message, "max=").or_else(|| size_after(&message, "maximum pool size "))),
-        is_pool_full: pool.is_some(),
+        allocated_bytes: current,
+        limit_bytes: maximum.or_else(|| {
+            pool.and_then(|_| size_after(&message, "max=").or_else(|| size_after(&message, "maximum pool size ")))
+        }),
+        is_pool_full: pool.is_some() && !is_unlimited && !is_refused_by_cuda,
         ..Facts::default()
     };
     Some((Reporter::Rmm, facts))
