@@ -5,6 +5,7 @@ mod host;
 mod lines;
 mod text;
 mod verdict;
+mod xla;
 
 use anyhow::{Context, Result, bail};
 use clap::Args;

@@ -287,6 +287,12 @@ fn messages_that_name_no_sizes_of_the_device() {
     let found = check(text, "tensorflow", &["undecided"]);
     near(&found, "requested_bytes", GIB);
     assert_eq!(found["gpu"], 1);
+    let found = check(
+        &text.replace("GPU:1 by allocator GPU_1_bfc", "CPU:0 by allocator cpu"),
+        "tensorflow-cpu",
+        &["undecided"],
+    );
+    assert_eq!((&found["setting"], &found["next"]), (&Value::Null, &Value::from("free -h")));
     for text in [
         "XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory allocating 4294967296 bytes.",
         "RuntimeError: Resource exhausted: Out of memory allocating 4294967296 bytes.",
@@ -339,6 +345,8 @@ fn other_libraries() {
     let text = "jaxlib.xla_extension.XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 4770354232 bytes.\nBufferAssignment stats:\n                 total allocation:   14.44GiB\n              total fragmentation:  680.30MiB (4.60%)\n";
     let found = check(text, "xla", &["undecided"]);
     near(&found, "unallocated_bytes", 680.30 * MIB);
+    let line = found["lines"][0].as_str().unwrap();
+    assert!(line.ends_with("the compiled function needs 14.4 GiB in all, 680.3 MiB of it fragmentation."), "{line}");
     // jax-ml/jax#22755
     check(
         "jaxlib.xla_extension.XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 3743729664 bytes.",

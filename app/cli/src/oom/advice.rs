@@ -48,6 +48,7 @@ fn message(source: Reporter, facts: &Facts) -> String {
         Reporter::PytorchSummary => "PyTorch's memory summary",
         Reporter::VllmStart | Reporter::VllmCache => "vLLM",
         Reporter::Tensorflow => "TensorFlow's allocator",
+        Reporter::TensorflowCpu => "TensorFlow's allocator of host memory",
         Reporter::Xla => "XLA (JAX or TensorFlow)",
         Reporter::Rmm => "RMM",
         Reporter::Cupy => "CuPy's pool",
@@ -79,11 +80,15 @@ fn message(source: Reporter, facts: &Facts) -> String {
     if let Some(allocated) = facts.allocated_bytes {
         parts.push(match source {
             Reporter::Rmm => format!("the pool has {}", size(allocated)),
+            Reporter::Xla => format!("the compiled function needs {} in all", size(allocated)),
             _ => format!("{} allocated", size(allocated)),
         });
     }
     if let Some(unallocated) = facts.unallocated_bytes {
-        parts.push(format!("{} reserved but unallocated", size(unallocated)));
+        parts.push(match source {
+            Reporter::Xla => format!("{} of it fragmentation", size(unallocated)),
+            _ => format!("{} reserved but unallocated", size(unallocated)),
+        });
     }
     if let Some(limit) = facts.limit_bytes {
         parts.push(format!("limit {}", size(limit)));
@@ -159,7 +164,10 @@ fn undecided(source: Reporter, facts: &Facts) -> String {
             "Cause: a request ran out of memory, and PyTorch's query of NVML for the message failed (some containers and Jetson \
              have no NVML). The text does not say how much was missing."
         }
-        Reporter::PytorchCpu => "Cause: host memory (RAM), not GPU memory.",
+        Reporter::PytorchCpu | Reporter::TensorflowCpu => "Cause: host memory (RAM), not GPU memory.",
+        Reporter::Tensorflow if facts.failures == 0 => {
+            "Memory did not run out: the text has only warnings that more memory could make the program faster."
+        }
         Reporter::Nccl => {
             "Cause: NCCL allocates its buffers outside of the framework's allocator, which had left too little memory on the GPU. \
              The text does not say who holds it."
@@ -247,6 +255,7 @@ fn remedy(source: Reporter, facts: &Facts, findings: &[Finding]) -> (String, Opt
             "Try PyTorch's own allocator with expandable segments: PYTORCH_CUDA_ALLOC_CONF=backend:native,expandable_segments:True.".into(),
             Some("PYTORCH_CUDA_ALLOC_CONF=backend:native,expandable_segments:True"),
         ),
+        (Reporter::Tensorflow, _) if facts.failures == 0 => ("Nothing has to change; a smaller batch ends the warnings.".into(), None),
         (Reporter::Tensorflow, _) => (
             "Try: TF_GPU_ALLOCATOR=cuda_malloc_async, which fragments less; a smaller batch where the pool is full.".into(),
             Some("TF_GPU_ALLOCATOR=cuda_malloc_async"),
@@ -273,7 +282,7 @@ fn remedy(source: Reporter, facts: &Facts, findings: &[Finding]) -> (String, Opt
             None,
         ),
         (Reporter::CudaLibrary, _) => ("Leave memory for the library: a smaller batch, or handles that are created early.".into(), None),
-        (Reporter::PytorchCpu, _) => ("Use fewer loader workers, a smaller batch, or a machine with more RAM.".into(), None),
+        (Reporter::PytorchCpu | Reporter::TensorflowCpu, _) => ("Use fewer loader workers, a smaller batch, or a machine with more RAM.".into(), None),
         (_, Finding::Limit(_)) => (
             "Raise the limit (torch.cuda.set_per_process_memory_fraction, per_process_memory_fraction), or use less memory.".into(),
             None,
@@ -329,7 +338,7 @@ fn next(source: Reporter, findings: &[Finding]) -> String {
     match source {
         _ if elsewhere && source != Reporter::NvidiaSmi => "nvidia-smi".into(),
         _ if pytorch => command("vramlab", "run -- python YOUR_PROGRAM.py"),
-        Reporter::PytorchCpu => "free -h".into(),
+        Reporter::PytorchCpu | Reporter::TensorflowCpu => "free -h".into(),
         // A Mac's.
         Reporter::PytorchMps => "top -o mem".into(),
         _ => "nvidia-smi".into(),

@@ -25,6 +25,8 @@ pub(crate) enum Reporter {
     VllmCache,
     /// TensorFlow's BFC allocator.
     Tensorflow,
+    /// TensorFlow's allocator of host memory.
+    TensorflowCpu,
     /// XLA, under JAX or TensorFlow.
     Xla,
     /// RMM.
@@ -68,7 +70,7 @@ pub(crate) struct Facts {
     pub(crate) free_bytes: Option<u64>,
     /// Memory limit of the process.
     pub(crate) limit_bytes: Option<u64>,
-    /// In tensors; of RMM the pool's size.
+    /// In tensors; of RMM the pool's size, of XLA the compiled function's total need.
     pub(crate) allocated_bytes: Option<u64>,
     /// Reserved by the library's allocator and not in tensors.
     pub(crate) unallocated_bytes: Option<u64>,
@@ -107,22 +109,24 @@ impl Facts {
 
 /// Whose text it is, and its numbers: of several messages the last. `None` where it is no message about memory.
 pub(crate) fn read(text: &str) -> Option<(Reporter, Facts)> {
-    let text = &plain(text);
+    let text = plain(text);
+    let (text, warning) = &super::xla::without_warnings(&text);
     let found = super::host::kernel(text)
         .or_else(|| vllm(text))
         .or_else(|| mps(text))
         .or_else(|| pytorch(text))
         .or_else(|| malloc_async(text))
         .or_else(|| summary(text))
-        .or_else(|| tensorflow(text))
-        .or_else(|| xla(text))
+        .or_else(|| super::xla::tensorflow(text))
+        .or_else(|| super::xla::xla(text))
         .or_else(|| onnx_runtime(text))
         .or_else(|| cupy(text))
         .or_else(|| rmm(text))
         .or_else(|| ggml(text))
         .or_else(|| host(text))
         .or_else(|| nvidia_smi(text));
-    found.or_else(|| super::host::pinned(text)).or_else(|| disguised(text))
+    let found = found.or_else(|| super::host::pinned(text)).or_else(|| disguised(text));
+    found.or_else(|| warning.clone().map(|facts| (Reporter::Tensorflow, facts)))
 }
 
 /// PyTorch's message from 1.0 on.
@@ -264,61 +268,6 @@ fn vllm(text: &str) -> Option<(Reporter, Facts)> {
         ..Facts::default()
     };
     Some((Reporter::VllmCache, facts))
-}
-
-fn tensorflow(text: &str) -> Option<(Reporter, Facts)> {
-    if let Some((_, message)) = text.rsplit_once("OOM when allocating tensor with shape[") {
-        let (shape, rest) = message.split_once("] and type ")?;
-        let bytes_each = match rest.split([' ', ',', '\n']).next()? {
-            "double" | "int64" | "uint64" | "complex64" => 8,
-            "half" | "float16" | "bfloat16" | "int16" | "uint16" => 2,
-            "bool" | "int8" | "uint8" => 1,
-            "complex128" => 16,
-            _ => 4,
-        };
-        let sides = shape.split(',').map(|side| side.trim().parse::<u64>());
-        let requested =
-            sides.into_iter().try_fold(bytes_each, |bytes: u64, side| Some(bytes.saturating_mul(side.ok()?)));
-        let gpu = number_after(rest, "device:GPU:");
-        return Some((
-            Reporter::Tensorflow,
-            Facts { failures: 1, gpu, requested_bytes: requested, ..Facts::default() },
-        ));
-    }
-    let at = text.rfind("ran out of memory trying to allocate ")?;
-    let message = joined(window(text, at, 300));
-    let value = |key: &str| {
-        let (_, rest) = text.rsplit_once(key)?;
-        leading_number(rest.trim_start())
-    };
-    let rounded = message.split_once("(rounded to ").and_then(|(_, rest)| leading_number(rest));
-    let (limit, in_use) = (value("Limit:"), value("InUse:"));
-    let facts = Facts {
-        failures: text.matches("ran out of memory trying to allocate ").count() as u64,
-        gpu: text[..at].rsplit_once("GPU_").and_then(|(_, rest)| leading_number(rest)),
-        requested_bytes: rounded.or_else(|| size_after(&message, "trying to allocate ")),
-        limit_bytes: limit,
-        allocated_bytes: in_use,
-        unallocated_bytes: limit.zip(in_use).map(|(limit, in_use)| limit.saturating_sub(in_use)),
-        ..Facts::default()
-    };
-    Some((Reporter::Tensorflow, facts))
-}
-
-fn xla(text: &str) -> Option<(Reporter, Facts)> {
-    let names = ["Out of memory while trying to allocate ", "RESOURCE_EXHAUSTED", "Resource exhausted: "];
-    let message = &text[names.iter().find_map(|name| text.rfind(name))?..];
-    let requested = ["while trying to allocate ", "Out of memory allocating ", "Failed to allocate request for "];
-    let line = joined(message);
-    let facts = Facts {
-        failures: text.matches("while trying to allocate").count().max(1) as u64,
-        requested_bytes: requested.iter().find_map(|front| size_after(&line, front)),
-        // The total need of the compiled function.
-        allocated_bytes: message.split_once("total allocation:").and_then(|(_, rest)| size(rest)),
-        unallocated_bytes: message.split_once("total fragmentation:").and_then(|(_, rest)| size(rest)),
-        ..Facts::default()
-    };
-    Some((Reporter::Xla, facts))
 }
 
 fn rmm(text: &str) -> Option<(Reporter, Facts)> {
@@ -475,7 +424,7 @@ fn decimal(digits: &str) -> Option<f64> {
     }
 }
 
-fn size_after(text: &str, front: &str) -> Option<u64> {
+pub(super) fn size_after(text: &str, front: &str) -> Option<u64> {
     size(text.split_once(front)?.1)
 }
 
@@ -494,12 +443,12 @@ fn size_at_end(text: &str) -> Option<u64> {
     size(text.get(start..)?)
 }
 
-fn leading_number(text: &str) -> Option<u64> {
+pub(super) fn leading_number(text: &str) -> Option<u64> {
     let end = text.find(|character: char| !(character.is_ascii_digit() || character == ',')).unwrap_or(text.len());
     text[..end].replace(',', "").parse().ok()
 }
 
-fn number_after(text: &str, front: &str) -> Option<u64> {
+pub(super) fn number_after(text: &str, front: &str) -> Option<u64> {
     leading_number(text.split_once(front)?.1)
 }
 
