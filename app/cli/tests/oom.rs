@@ -411,6 +411,24 @@ fn other_libraries() {
     assert_eq!(found["other_processes"].as_array().unwrap().len(), 2);
 }
 
+#[test]
+fn sizes_of_other_libraries_are_read() {
+    let text = "E cuda_driver.cc:1032] failed to allocate 7.50GiB (8053063680 bytes) from device: CUDA_ERROR_OUT_OF_MEMORY: out of memory";
+    near(&check(text, "cuda", &["undecided"]), "requested_bytes", 7.5 * GIB);
+    let text = "onnxruntime::BFCArena::Extend Available memory of 0 is smaller than requested bytes of 33554432";
+    let found = check(text, "onnx-runtime", &["undecided"]);
+    near(&found, "requested_bytes", 32.0 * MIB);
+    assert!(found["lines"].to_string().contains("Raise gpu_mem_limit"), "{found:#}");
+    let status = "XlaRuntimeError: RESOURCE_EXHAUSTED: ";
+    for (text, cause) in [
+        ("Attempting to reserve 9.54G at the bottom of memory. There are 7.48G free, 0B reserved.", "too-little"),
+        ("TPU backend error: Ran out of memory in memory space hbm. Used 17.25G of 15.48G hbm.", "request-too-large"),
+    ] {
+        let found = check(&format!("{status}{text}"), "xla-tpu", &[cause]);
+        assert_eq!((&found["setting"], &found["next"]), (&Value::Null, &Value::from("tpu-info")));
+    }
+}
+
 /// "Maximum pool size exceeded" begins three messages of RMM: of a full pool, of a full GPU, and of a pool without a maximum.
 #[test]
 fn rmm_names_the_pool_or_the_gpu() {

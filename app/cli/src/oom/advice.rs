@@ -50,6 +50,7 @@ fn message(source: Reporter, facts: &Facts) -> String {
         Reporter::Tensorflow => "TensorFlow's allocator",
         Reporter::TensorflowCpu => "TensorFlow's allocator of host memory",
         Reporter::Xla => "XLA (JAX or TensorFlow)",
+        Reporter::XlaTpu => "XLA on a TPU",
         Reporter::Rmm => "RMM",
         Reporter::Cupy => "CuPy's pool",
         Reporter::Ggml => "ggml (llama.cpp)",
@@ -109,6 +110,9 @@ fn cause(source: Reporter, facts: &Facts, findings: &[Finding], finding: Finding
                 _ => "the limit of this process",
             };
             format!("Cause: {owner}, {}. The GPU itself did not refuse the request.", size(limit))
+        }
+        Finding::RequestTooLarge(beyond) if source == Reporter::XlaTpu => {
+            format!("Cause: the compiled program needs {} more than the TPU has.", size(beyond))
         }
         Finding::RequestTooLarge(beyond) => {
             format!("Cause: the request alone exceeds the GPU by {}. No setting can serve it.", size(beyond))
@@ -184,6 +188,9 @@ fn undecided(source: Reporter, facts: &Facts) -> String {
         Reporter::Ggml => "Cause: one buffer does not fit. The text does not say how much is free.",
         Reporter::Xla => "The text does not say how much memory the GPU has, or who holds it.",
         Reporter::Rmm if facts.is_pool_full => "Cause: the pool has its maximum size, which the text does not tell.",
+        Reporter::OnnxRuntime if facts.free_bytes.is_some() => {
+            "Cause: the limit of ONNX Runtime's arena (gpu_mem_limit), which leaves less than the request."
+        }
         Reporter::Rmm => {
             "Cause: the GPU and not the pool's maximum size. CUDA refused the request; the text does not say who holds the memory."
         }
@@ -266,6 +273,11 @@ fn remedy(source: Reporter, facts: &Facts, findings: &[Finding]) -> (String, Opt
                 .into(),
             Some("XLA_PYTHON_CLIENT_MEM_FRACTION=.95"),
         ),
+        (Reporter::XlaTpu, _) => (
+            "Use a smaller batch, recompute activations (jax.checkpoint), or shard the arrays over more chips.".into(),
+            None,
+        ),
+        (Reporter::OnnxRuntime, _) if facts.free_bytes.is_some() => ("Raise gpu_mem_limit of the CUDA provider, or use a smaller batch.".into(), None),
         (Reporter::PytorchMps, Finding::Limit(_)) => (
             "Close what holds the rest of the memory, or use a smaller batch; PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0 lifts the limit \
              and may stop the machine."
@@ -339,6 +351,7 @@ fn next(source: Reporter, findings: &[Finding]) -> String {
         _ if elsewhere && source != Reporter::NvidiaSmi => "nvidia-smi".into(),
         _ if pytorch => command("vramlab", "run -- python YOUR_PROGRAM.py"),
         Reporter::PytorchCpu | Reporter::TensorflowCpu => "free -h".into(),
+        Reporter::XlaTpu => "tpu-info".into(),
         // A Mac's.
         Reporter::PytorchMps => "top -o mem".into(),
         _ => "nvidia-smi".into(),

@@ -29,6 +29,8 @@ pub(crate) enum Reporter {
     TensorflowCpu,
     /// XLA, under JAX or TensorFlow.
     Xla,
+    /// XLA on a TPU.
+    XlaTpu,
     /// RMM.
     Rmm,
     /// CuPy.
@@ -310,9 +312,13 @@ fn cupy(text: &str) -> Option<(Reporter, Facts)> {
 }
 
 fn onnx_runtime(text: &str) -> Option<(Reporter, Facts)> {
-    let message = &text[text.rfind("onnxruntime").or_else(|| text.rfind("ONNXRuntime"))?..];
-    let requested = number_after(&joined(message), "requested buffer of size ")?;
-    Some((Reporter::OnnxRuntime, Facts { failures: 1, requested_bytes: Some(requested), ..Facts::default() }))
+    let message = joined(&text[text.rfind("onnxruntime").or_else(|| text.rfind("ONNXRuntime"))?..]);
+    // The arena's limit less what it has: memory of the device does not count.
+    let free_bytes = number_after(&message, "Available memory of ");
+    let fronts = ["requested buffer of size ", "is smaller than requested bytes of "];
+    let requested = fronts.iter().find_map(|front| number_after(&message, front))?;
+    let facts = Facts { failures: 1, requested_bytes: Some(requested), free_bytes, ..Facts::default() };
+    Some((Reporter::OnnxRuntime, facts))
 }
 
 fn ggml(text: &str) -> Option<(Reporter, Facts)> {
@@ -387,6 +393,12 @@ fn disguised(text: &str) -> Option<(Reporter, Facts)> {
         "CUDA out of memory",
         "out of memory",
     ];
+    // `failed to allocate 7.50GiB (8053063680 bytes) from device` is a line of TensorFlow's and XLA's driver.
+    let line = text.lines().rfind(|line| line.contains("failed to allocate ") && line.contains("from device"));
+    facts.requested_bytes = line.and_then(|line| {
+        let (_, rest) = line.rsplit_once("failed to allocate ")?;
+        number_after(rest, "(").or_else(|| size(rest))
+    });
     cuda.iter().any(|word| has(word)).then_some((Reporter::Cuda, facts))
 }
 
@@ -428,7 +440,7 @@ pub(super) fn size_after(text: &str, front: &str) -> Option<u64> {
     size(text.split_once(front)?.1)
 }
 
-fn size_before(text: &str, back: &str) -> Option<u64> {
+pub(super) fn size_before(text: &str, back: &str) -> Option<u64> {
     size_at_end(text.split_once(back)?.0)
 }
 

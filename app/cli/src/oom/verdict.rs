@@ -104,6 +104,9 @@ fn cause(source: Reporter, facts: &Facts) -> Option<Finding> {
     if matches!(source, Reporter::Xla | Reporter::PytorchMps) {
         return None;
     }
+    if source == Reporter::XlaTpu {
+        return facts.free_bytes.map(|free| Finding::TooLittle(requested - free));
+    }
     let pools = facts.pools_bytes.unwrap_or(0);
     let unallocated = facts.unallocated_bytes?.saturating_sub(if source == Reporter::Pytorch { 0 } else { pools });
     let free = facts.free_bytes.unwrap_or(0);

@@ -1,7 +1,7 @@
 //! Messages of XLA, under JAX or TensorFlow, and of TensorFlow.
 
 use super::lines::{joined, window};
-use super::text::{Facts, Reporter, leading_number, number_after, size, size_after};
+use super::text::{Facts, Reporter, leading_number, number_after, size, size_after, size_before};
 
 /// Words of the BFC allocator, which TensorFlow and XLA share.
 const RAN_OUT: &str = "ran out of memory trying to allocate ";
@@ -67,8 +67,11 @@ pub(super) fn tensorflow(text: &str) -> Option<(Reporter, Facts)> {
 pub(super) fn xla(text: &str) -> Option<(Reporter, Facts)> {
     let at = text.rfind("Out of memory while trying to allocate ").or_else(|| exhausted(text))?;
     let message = &text[at..];
-    let requested = ["while trying to allocate ", "Out of memory allocating ", "Failed to allocate request for "];
     let line = joined(message);
+    if let Some(facts) = tpu(&line) {
+        return Some((Reporter::XlaTpu, facts));
+    }
+    let requested = ["while trying to allocate ", "Out of memory allocating ", "Failed to allocate request for "];
     let facts = Facts {
         failures: text.matches("while trying to allocate").count().max(1) as u64,
         requested_bytes: requested.iter().find_map(|front| size_after(&line, front)),
@@ -78,6 +81,18 @@ pub(super) fn xla(text: &str) -> Option<(Reporter, Facts)> {
         ..Facts::default()
     };
     Some((Reporter::Xla, facts))
+}
+
+/// A TPU's memory: while it compiles, and while it runs.
+fn tpu(line: &str) -> Option<Facts> {
+    if let Some((_, used)) = line.split_once("in memory space hbm. Used ") {
+        let total_bytes = size(used.split_once(" of ")?.1);
+        return Some(Facts { failures: 1, requested_bytes: size(used), total_bytes, ..Facts::default() });
+    }
+    let (_, reserve) = line.split_once("Attempting to reserve ")?;
+    // Free memory that is in pieces cannot be reserved.
+    let free_bytes = size_before(reserve, " reservable").or_else(|| size_after(reserve, "There are "));
+    Some(Facts { failures: 1, requested_bytes: size(reserve), free_bytes, ..Facts::default() })
 }
 
 /// Where the last status of exhausted memory begins. Other resources have it, too, as the length of gRPC's messages.
@@ -139,5 +154,19 @@ mod tests {
         assert_eq!(read(grpc), None);
         let failure = "RESOURCE_EXHAUSTED: Failed to allocate request for 4.00GiB (4294967296B) on device ordinal 0\n";
         assert_eq!(read(&format!("{failure}{grpc}")).unwrap().1.requested_bytes, Some(4 << 30));
+    }
+    #[test]
+    fn a_tpus_sizes_are_read() {
+        let text = "XlaRuntimeError: RESOURCE_EXHAUSTED: TPU backend error: Ran out of memory in memory space hbm. Used 17.25G of \
+                    15.48G hbm. Exceeded hbm capacity by 1.77G.";
+        let (source, facts) = read(text).unwrap();
+        assert_eq!(
+            (source, facts.requested_bytes, facts.total_bytes),
+            (Reporter::XlaTpu, size("17.25G"), size("15.48G"))
+        );
+        let text = "XlaRuntimeError: RESOURCE_EXHAUSTED: Attempting to reserve 9.54G at the bottom of memory. That was not possible. \
+                    There are 9.60G free, 0B reserved, and 7.48G reservable.";
+        let (source, facts) = read(text).unwrap();
+        assert_eq!((source, facts.requested_bytes, facts.free_bytes), (Reporter::XlaTpu, size("9.54G"), size("7.48G")));
     }
 }
