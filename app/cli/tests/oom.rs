@@ -1,6 +1,6 @@
 //! `vramlab oom` on messages that people published; the comment above each names where.
 
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::io::Write;
 use std::process::{Command, Output, Stdio};
 
@@ -332,6 +332,20 @@ fn pytorch_elsewhere() {
     let found = check(table, "pytorch-summary", &["undecided"]);
     near(&found, "allocated_bytes", 10240.0 * MIB);
     near(&found, "unallocated_bytes", 5120.0 * MIB);
+}
+
+#[test]
+fn paddlepaddle() {
+    // A Chinese reproduction of Informer
+    let text = "Out of memory error on GPU 0. Cannot allocate 15.503906GB memory on GPU 0, 28.770508GB memory has been allocated and available memory is only 2.815613GB.\n";
+    let found = check(text, "paddle", &["undecided"]);
+    near(&found, "free_bytes", 2.815_613 * GIB);
+    near(&found, "total_bytes", 31.586_121 * GIB);
+    let limited = format!(
+        "{text}3) Currently `FLAGS_gpu_memory_limit_mb` is 32344, so the maximum GPU memory usage is limited to 32344 MB."
+    );
+    let found = check(&limited, "paddle", &["limit"]);
+    assert_eq!((&found["limit_bytes"], &found["free_bytes"]), (&json!(32344_u64 << 20), &Value::Null));
 }
 
 #[test]

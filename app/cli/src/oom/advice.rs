@@ -55,6 +55,7 @@ fn message(source: Reporter, facts: &Facts) -> String {
         Reporter::Cupy => "CuPy's pool",
         Reporter::Ggml => "ggml (llama.cpp)",
         Reporter::OnnxRuntime => "ONNX Runtime",
+        Reporter::Paddle => "PaddlePaddle",
         Reporter::Nccl => "NCCL",
         Reporter::CudaLibrary => "A CUDA library",
         Reporter::NvidiaSmi => "nvidia-smi",
@@ -288,6 +289,7 @@ fn remedy(source: Reporter, facts: &Facts, findings: &[Finding]) -> (String, Opt
         (Reporter::VllmCache, _) => ("Lower --max-model-len, raise --gpu-memory-utilization, or use more GPUs.".into(), None),
         (Reporter::Ggml, _) => ("Put fewer layers on the GPU (-ngl), use a shorter context (-c), or a smaller quantization.".into(), None),
         (Reporter::Rmm, _) if facts.is_pool_full => ("Raise the pool's maximum size.".into(), None),
+        (Reporter::Paddle, Finding::Limit(_)) => ("Raise FLAGS_gpu_memory_limit_mb, or use a smaller batch.".into(), None),
         (Reporter::Cupy, Finding::Limit(_)) => ("Raise the pool's maximum size.".into(), None),
         (Reporter::Nccl, _) => (
             "Leave memory for NCCL: a smaller batch, or torch.cuda.set_per_process_memory_fraction(0.9) in each rank.".into(),

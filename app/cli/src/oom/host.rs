@@ -22,6 +22,11 @@ pub(super) fn kernel(text: &str) -> Option<(Reporter, Facts)> {
     Some((Reporter::KernelOom, facts))
 }
 
+/// The text behind the kernel's last line.
+pub(super) fn behind_kernel(text: &str) -> Option<&str> {
+    text[text.rfind("Killed process ")?..].split_once('\n').map(|(_, behind)| behind)
+}
+
 /// Words that show that memory of the host was to be pinned.
 const PINNING: [&str; 8] = [
     "cudaHostAlloc",
@@ -107,6 +112,15 @@ mod tests {
         let (source, facts) = plain.unwrap();
         assert!(!cause(source, &facts).unwrap().contains("shared") && facts.limit_bytes.is_none());
         assert_eq!(kernel("Killed process 7"), None);
+    }
+
+    #[test]
+    fn a_message_behind_the_kernels_line_counts() {
+        let line = "Out of memory: Killed process 1 (a) total-vm:9kB, anon-rss:8kB, file-rss:0kB, shmem-rss:0kB\n";
+        let message = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8.00 GiB of which 1.00 GiB is free.\n";
+        let source = |text: String| super::super::text::read(&text).map(|(source, _)| source);
+        assert_eq!(source(format!("{line}{message}")), Some(Reporter::Pytorch));
+        assert_eq!(source(format!("{message}{line}Killed\n")), Some(Reporter::KernelOom));
     }
 
     #[test]

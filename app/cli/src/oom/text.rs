@@ -39,6 +39,8 @@ pub(crate) enum Reporter {
     Ggml,
     /// ONNX Runtime.
     OnnxRuntime,
+    /// PaddlePaddle.
+    Paddle,
     /// NCCL.
     Nccl,
     /// cuBLAS or cuDNN.
@@ -113,8 +115,16 @@ impl Facts {
 pub(crate) fn read(text: &str) -> Option<(Reporter, Facts)> {
     let text = plain(text);
     let (text, warning) = &super::xla::without_warnings(&text);
-    let found = super::host::kernel(text)
-        .or_else(|| vllm(text))
+    // The kernel's line may be of another program, and stand before this one's message.
+    let behind =
+        super::host::behind_kernel(text).and_then(library).filter(|(_, facts)| facts.requested_bytes.is_some());
+    let found = behind.or_else(|| super::host::kernel(text)).or_else(|| library(text));
+    found.or_else(|| warning.clone().map(|facts| (Reporter::Tensorflow, facts)))
+}
+
+/// The message of a library, of the driver or of a table.
+fn library(text: &str) -> Option<(Reporter, Facts)> {
+    let found = vllm(text)
         .or_else(|| mps(text))
         .or_else(|| pytorch(text))
         .or_else(|| malloc_async(text))
@@ -122,13 +132,13 @@ pub(crate) fn read(text: &str) -> Option<(Reporter, Facts)> {
         .or_else(|| super::xla::tensorflow(text))
         .or_else(|| super::xla::xla(text))
         .or_else(|| onnx_runtime(text))
+        .or_else(|| paddle(text))
         .or_else(|| cupy(text))
         .or_else(|| rmm(text))
         .or_else(|| ggml(text))
         .or_else(|| host(text))
         .or_else(|| nvidia_smi(text));
-    let found = found.or_else(|| super::host::pinned(text)).or_else(|| disguised(text));
-    found.or_else(|| warning.clone().map(|facts| (Reporter::Tensorflow, facts)))
+    found.or_else(|| super::host::pinned(text)).or_else(|| disguised(text))
 }
 
 /// PyTorch's message from 1.0 on.
@@ -295,6 +305,26 @@ fn rmm(text: &str) -> Option<(Reporter, Facts)> {
         ..Facts::default()
     };
     Some((Reporter::Rmm, facts))
+}
+
+/// Its numbers are the device's, or those of the limit that it names: what is allocated may be of other processes.
+fn paddle(text: &str) -> Option<(Reporter, Facts)> {
+    let message = joined(&text[text.rfind("Out of memory error on GPU ")?..]);
+    let free_bytes = size_after(&message, "available memory is only ");
+    let used = size_before(&message, " memory has been allocated and available");
+    let limit = number_after(&message, "Currently `FLAGS_gpu_memory_limit_mb` is ");
+    let sum = used.zip(free_bytes).map(|(used, free)| used.saturating_add(free));
+    let facts = Facts {
+        failures: text.matches("Out of memory error on GPU ").count() as u64,
+        gpu: number_after(&message, "Out of memory error on GPU "),
+        requested_bytes: size_after(&message, "Cannot allocate "),
+        total_bytes: sum.filter(|_| limit.is_none()),
+        limit_bytes: limit.map(|mib| mib.saturating_mul(1 << 20)),
+        allocated_bytes: used.filter(|_| limit.is_some()),
+        free_bytes: free_bytes.filter(|_| limit.is_none()),
+        ..Facts::default()
+    };
+    Some((Reporter::Paddle, facts))
 }
 
 fn cupy(text: &str) -> Option<(Reporter, Facts)> {
