@@ -271,7 +271,7 @@ fn a_container_lists_its_own_process() {
     let text = modern("512.00 MiB", "79.15 GiB", "270.94 MiB", &rest(listed, "69.90 GiB"));
     let found = check(&text, "pytorch", &["too-little", "other-processes"]);
     assert_eq!(found["other_processes"][0]["pid"], 11);
-    // Either of two, and a process beside memory that nobody on the list holds: not decided.
+    // Two processes have enough, or the memory outside of the list is enough: not decided.
     let listed = "Process 11 has 39.40 GiB memory in use. Process 12 has 39.48 GiB memory in use.";
     let text = modern("512.00 MiB", "79.15 GiB", "270.94 MiB", &rest(listed, "38.00 GiB"));
     assert_eq!(answer(&text)["process_bytes"], Value::Null);

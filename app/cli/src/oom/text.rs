@@ -181,8 +181,8 @@ fn pytorch(text: &str) -> Option<(Reporter, Facts)> {
     Some((Reporter::Pytorch, facts))
 }
 
-/// In a container PyTorch lists its own process among the others. It is the only one that can hold what PyTorch reserved, if the
-/// memory of nobody on the list cannot.
+/// In a container PyTorch lists its own process among the others. That process holds what PyTorch reserved: it is found if only
+/// one process has so much, and the memory outside of the list has less.
 fn recognize_own_process(facts: &mut Facts) {
     let (Some(total), Some(free), Some(reserved), None) =
         (facts.total_bytes, facts.free_bytes, facts.reserved(), facts.process_bytes)
