@@ -14,7 +14,6 @@ from vramlab_analysis.errors import AnalysisError, read_json
 from vramlab_analysis.experiments import (
     Experiment,
     holds_experiment,
-    kept,
     labels,
     load_experiment,
     machine,
@@ -345,32 +344,6 @@ def variants() -> str:
     )
     rows.append(("fused epilogues", "the same; next best: nothing fused", fused["epilogue"], fused["none"]))
     return _pairs(["variant", "record and cell", "variant, us", "next best, us", "speedup"], rows)
-
-
-@table("kernels-removed")
-def removed() -> str:
-    """Steps in f32 by the removed kernels and by multiply-adds."""
-    full = [_step("full-batch", dtype="f32", launch="graph", how=how) for how in ("tensor", "tiled")]
-    rows: list[Pair] = [("f32 as three tf32 GEMMs", "`full-batch`, graph", *full)]  # type: ignore[list-item]
-    for (hidden, _), one in pytorch_comparison.of_file()[1].items():
-        times = [one["arms"][arm]["median"] for arm in ("ours-tensor", "ours") if arm in one["arms"]]
-        if len(times) == 2:
-            rows.append((rows[0][0], f"`training-beside`, width {hidden}, batch 32", *times))
-    return _pairs(["removed", "record and cell", "removed, us", "multiply-adds, us", "cost, times"], rows)
-
-
-@table("kernels-streamed")
-def streamed() -> str:
-    """Steps as one graph in the oldest record of the spec, with the streamed backward kernels, and in the newest."""
-    with_them, without = kept("fast-training")[0], newest("fast-training")
-    where = (pl.col("program") == "trainer", pl.col("launch") == "graph", pl.col("how").str.contains("streams 1|^$"))
-    before, after = (steps.frame(steps.gather([str(path)])).filter(*where) for path in (with_them, without))
-    rows: list[Pair] = []
-    for dtype, hidden, a in before.select("dtype", "hidden", "step_us").iter_rows():
-        b = after.filter(pl.col("dtype") == dtype, pl.col("hidden") == hidden)["step_us"].item()
-        rows.append((dtype, str(hidden), a, b))
-    rows.sort(key=lambda row: (["f32", "tf32", "bf16", "f16"].index(row[0]), int(row[1])))
-    return _pairs(["type", "width", "with them, us", "two launches, us", "cost, times"], rows)
 
 
 @group("fast-training")
