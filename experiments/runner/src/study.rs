@@ -15,6 +15,7 @@ mod hung;
 mod inside;
 mod list;
 pub(crate) mod lock;
+mod neighbours;
 mod pack;
 pub(crate) mod plan;
 mod printed;

@@ -5,6 +5,7 @@ use super::figures::{median, read_document};
 #[cfg(unix)]
 use super::forks::Forks;
 use super::hung;
+use super::neighbours::Neighbours;
 use super::plan::{LIMIT, Run};
 use super::printed;
 use super::process::{Group, POLL, Pipes, Process, last_message, set_variables};
@@ -47,6 +48,8 @@ pub(super) struct Experiment<'a> {
     pub(super) deadline: Option<Instant>,
     pub(super) walls: Walls,
     pub(super) signals: &'a Signals,
+    /// `None`: not on a GPU, or unknown.
+    pub(super) neighbours: Option<&'a Neighbours>,
     #[cfg(unix)]
     pub(super) forks: Forks,
 }
@@ -123,7 +126,8 @@ impl Experiment<'_> {
             }
         };
         let line = command_line(run, self.device, self.inputs, start, limit)?;
-        let (machine, started_at) = (Machine::now(), now());
+        let alone = self.neighbours.map(Neighbours::absent);
+        let (machine, started_at) = (Machine { alone, ..Machine::now() }, now());
         let ended = self.process(&line, &part, turns)?;
         let is_result = match (run.program, ended.status.code()) {
             (Program::Inside, Some(OUT_OF_MEMORY)) => true,

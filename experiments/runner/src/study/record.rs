@@ -93,6 +93,9 @@ pub(crate) struct Machine {
     /// Load average over the last minute when the run began.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) load: Option<f64>,
+    /// Of a run on a GPU: whether no other `experiments run` was at work on this host's GPUs when it began.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) alone: Option<bool>,
 }
 
 impl Machine {
@@ -106,6 +109,7 @@ impl Machine {
             cores: cores(),
             gpu: None,
             load: text("/proc/loadavg").split_whitespace().next().and_then(|load| load.parse().ok()),
+            alone: None,
         }
     }
 }

@@ -5,6 +5,7 @@ use super::execute::{Experiment, Interrupted, Walls};
 #[cfg(unix)]
 use super::forks::Forks;
 use super::lock::{Lock, lock};
+use super::neighbours::Neighbours;
 use super::plan::{plan_on, share};
 use super::programs::{self, Inputs};
 use super::record::{EXPERIMENT, Machine, Planned, RunStatus, spec_sha256};
@@ -124,6 +125,10 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
     {
         say(&format!("note: the machine is busy (load {load:.1} on {} cores); times will be noisy", machine.cores));
     }
+    let neighbours = if device.kind() == DeviceKind::Cuda { Neighbours::new() } else { None };
+    if neighbours.as_ref().is_some_and(|others| !others.absent()) {
+        say("note: another experiment is at work on this host's GPUs; times may be longer");
+    }
     let mut all: Vec<Cell> = Vec::new();
     let (mut failed, mut late) = (Vec::new(), 0);
     for planned in &planned {
@@ -136,6 +141,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
             deadline: args.budget.and_then(|budget| began.checked_add(Duration::from_secs(budget))),
             walls: Walls::default(),
             signals: &signals,
+            neighbours: neighbours.as_ref(),
             #[cfg(unix)]
             forks: Forks::default(),
         };
@@ -150,6 +156,12 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
         all.extend(cells);
     }
     report::warnings(&all).iter().for_each(|warning| say(&format!("note: {warning}")));
+    if let Some(count) = neighbours.as_ref().map(Neighbours::met).filter(|count| *count > 0) {
+        say(&format!(
+            "note: {count} runs began while another experiment was at work on this host's GPUs (machine.alone); their \
+             times may be longer"
+        ));
+    }
     if args.json {
         terminal::print_json(&all)?;
     } else {
