@@ -1,6 +1,7 @@
 //! `vramlab oom`: what an error text about memory says, from its numbers alone.
 
 mod advice;
+mod engines;
 mod host;
 mod lines;
 mod text;

@@ -30,6 +30,7 @@ mod gpus;
 mod host;
 mod nsight;
 mod oom;
+mod oom_engines;
 mod output;
 mod pools;
 mod program;

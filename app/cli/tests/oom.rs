@@ -4,10 +4,10 @@ use serde_json::{Value, json};
 use std::io::Write;
 use std::process::{Command, Output, Stdio};
 
-const MIB: f64 = 1048576.0;
-const GIB: f64 = 1073741824.0;
+pub(crate) const MIB: f64 = 1048576.0;
+pub(crate) const GIB: f64 = 1073741824.0;
 
-fn vramlab(arguments: &[&str], stdin: Option<&str>) -> Output {
+pub(crate) fn vramlab(arguments: &[&str], stdin: Option<&str>) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_vramlab"));
     command.args(arguments).env("NO_COLOR", "1").stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = command.spawn().unwrap();
@@ -17,19 +17,19 @@ fn vramlab(arguments: &[&str], stdin: Option<&str>) -> Output {
     child.wait_with_output().unwrap()
 }
 
-fn answer(text: &str) -> Value {
+pub(crate) fn answer(text: &str) -> Value {
     let output = vramlab(&["oom", "--json"], Some(text));
     assert_eq!(output.status.code(), Some(0), "{text}: {}", String::from_utf8_lossy(&output.stderr));
     serde_json::from_slice(&output.stdout).unwrap()
 }
 
 /// The kinds of the findings, the cause first.
-fn kinds(answer: &Value) -> Vec<&str> {
+pub(crate) fn kinds(answer: &Value) -> Vec<&str> {
     answer["findings"].as_array().unwrap().iter().map(|finding| finding["kind"].as_str().unwrap()).collect()
 }
 
 #[track_caller]
-fn check(text: &str, source: &str, expected: &[&str]) -> Value {
+pub(crate) fn check(text: &str, source: &str, expected: &[&str]) -> Value {
     let answer = answer(text);
     assert_eq!(answer["source"], source, "{text}");
     assert_eq!(kinds(&answer), expected, "{text}\n{:#}", answer["lines"]);
@@ -39,13 +39,13 @@ fn check(text: &str, source: &str, expected: &[&str]) -> Value {
 }
 
 #[track_caller]
-fn near(answer: &Value, key: &str, expected: f64) {
+pub(crate) fn near(answer: &Value, key: &str, expected: f64) {
     let actual = answer[key].as_f64().unwrap_or_else(|| panic!("{key} is missing in {answer:#}"));
     assert!((actual - expected).abs() <= 1.0, "{key}: {actual}, expected {expected}");
 }
 
 /// PyTorch from 2.1 on.
-fn modern(requested: &str, total: &str, free: &str, rest: &str) -> String {
+pub(crate) fn modern(requested: &str, total: &str, free: &str, rest: &str) -> String {
     format!(
         "CUDA out of memory. Tried to allocate {requested}. GPU 0 has a total capacity of {total} of which {free} is free. {rest}"
     )

@@ -1,6 +1,6 @@
 //! The sentences of an answer: the message, its cause, who holds memory, what to change, and the next command.
 
-use super::text::{Facts, Reporter};
+use super::text::{Facts, Platform, Reporter};
 use super::verdict::Finding;
 use terminal::command;
 use vramlab::Bytes;
@@ -23,7 +23,7 @@ impl Advice {
         let causes = findings.iter().filter(|finding| finding.is_cause());
         lines.extend(causes.map(|finding| cause(source, facts, findings, *finding)));
         let holders: Vec<String> =
-            findings.iter().filter_map(|finding| holder(facts, *finding)).take(MOST_HOLDERS).collect();
+            findings.iter().filter_map(|finding| holder(source, facts, *finding)).take(MOST_HOLDERS).collect();
         if !holders.is_empty() {
             lines.push(holders.join(" "));
         }
@@ -32,7 +32,7 @@ impl Advice {
             None => remedy(source, facts, findings),
         };
         lines.push(remedy);
-        Self { lines, setting: setting.map(str::to_owned), next: next(source, findings) }
+        Self { lines, setting: setting.map(str::to_owned), next: next(source, facts.platform, findings) }
     }
 }
 
@@ -53,13 +53,20 @@ fn message(source: Reporter, facts: &Facts) -> String {
         Reporter::XlaTpu => "XLA on a TPU",
         Reporter::Rmm => "RMM",
         Reporter::Cupy => "CuPy's pool",
-        Reporter::Ggml => "ggml (llama.cpp)",
+        Reporter::Ggml | Reporter::GgmlCpu => "ggml (llama.cpp, Ollama)",
+        Reporter::Sglang => "SGLang",
+        Reporter::Julia => "Julia's CUDA.jl",
+        Reporter::Metal => "Metal on an Apple GPU",
+        Reporter::Triton => "Triton",
+        Reporter::Tensorrt => "TensorRT",
+        Reporter::Xgboost => "XGBoost",
         Reporter::OnnxRuntime => "ONNX Runtime",
         Reporter::Paddle => "PaddlePaddle",
         Reporter::Nccl => "NCCL",
         Reporter::CudaLibrary => "A CUDA library",
         Reporter::NvidiaSmi => "nvidia-smi",
         Reporter::KernelOom => return super::host::message(facts),
+        Reporter::Cuda if facts.platform == Platform::Hip => "HIP",
         Reporter::Pinning | Reporter::Cuda => "CUDA",
     };
     let gpu = facts.gpu.map_or(String::new(), |gpu| format!(" on GPU {gpu}"));
@@ -103,6 +110,14 @@ fn message(source: Reporter, facts: &Facts) -> String {
 fn cause(source: Reporter, facts: &Facts, findings: &[Finding], finding: Finding) -> String {
     let size = |bytes: u64| Bytes(bytes).to_string();
     match finding {
+        Finding::Limit(limit) if source == Reporter::Triton => format!(
+            "Cause: not device memory. A block of this kernel needs more shared memory, which is on each multiprocessor, than the {} that \
+             this GPU allows.",
+            size(limit)
+        ),
+        Finding::Limit(limit) if source == Reporter::Metal => {
+            format!("Cause: one array exceeds the largest buffer that Metal allows on this machine, {}.", size(limit))
+        }
         Finding::Limit(limit) => {
             let owner = match source {
                 Reporter::Tensorflow => "TensorFlow's share of the GPU",
@@ -135,7 +150,10 @@ fn cause(source: Reporter, facts: &Facts, findings: &[Finding], finding: Finding
             )
         }
         Finding::Fragmentation(unallocated) => {
-            let full = facts.total_bytes.is_some_and(|total| unallocated < total / 20);
+            // What others hold is not the program's need.
+            let full = facts.total_bytes.is_some_and(|total| {
+                unallocated < total / 20 && facts.allocated_bytes.is_some_and(|used| used > total / 5 * 4)
+            });
             let full = if full {
                 " That is all that a setting can gain: the program needs nearly all of the GPU."
             } else {
@@ -147,9 +165,10 @@ fn cause(source: Reporter, facts: &Facts, findings: &[Finding], finding: Finding
             )
         }
         Finding::FragmentationInTwoPlaces(together) => format!(
-            "Cause: fragmentation. {} are free, in two places: {} in PyTorch's segments, {} on the GPU. Neither is enough alone.",
+            "Cause: fragmentation. {} are free, in two places: {} in {}, {} on the GPU. Neither is enough alone.",
             size(together),
             size(facts.unallocated_bytes.unwrap_or(0)),
+            if source == Reporter::Julia { "CUDA.jl's pool" } else { "PyTorch's segments" },
             size(facts.free_bytes.unwrap_or(0))
         ),
         Finding::TooLittle(short) => {
@@ -183,10 +202,21 @@ fn undecided(source: Reporter, facts: &Facts) -> String {
         }
         Reporter::PytorchSummary if facts.failures == 0 => "Memory did not run out: the summary counts no failed request.",
         Reporter::PytorchSummary => "The summary does not say what was requested, or what other processes hold.",
+        Reporter::VllmCache if facts.is_pool_full => {
+            "Cause: the model, its activations and the CUDA context take all that vLLM is set to use (--gpu-memory-utilization), so \
+             nothing is left for its cache of keys and values. Some releases count other programs on the GPU, too."
+        }
         Reporter::VllmCache => "Cause: the cache of keys and values for one request does not fit into what vLLM has left for it.",
         Reporter::VllmStart => "Cause: less memory is free at the start than vLLM is set to use.",
         Reporter::NvidiaSmi => "The table shows who holds memory, not why a request failed.",
         Reporter::Ggml => "Cause: one buffer does not fit. The text does not say how much is free.",
+        Reporter::Sglang if facts.is_pool_full => {
+            "Cause: SGLang's cache of keys and values has too few free tokens for the batch. The GPU itself did not refuse a request."
+        }
+        Reporter::Sglang => "Cause: the model leaves nothing for the cache of keys and values within SGLang's share of the GPU.",
+        Reporter::Tensorrt if facts.failures == 0 => {
+            "Nothing failed: TensorRT skips the tactic that needed this memory, and continues; the engine may be slower."
+        }
         Reporter::Xla => "The text does not say how much memory the GPU has, or who holds it.",
         Reporter::Rmm if facts.is_pool_full => "Cause: the pool has its maximum size, which the text does not tell.",
         Reporter::OnnxRuntime if facts.free_bytes.is_some() => {
@@ -205,7 +235,9 @@ fn undecided(source: Reporter, facts: &Facts) -> String {
 }
 
 /// Holders beside the cause.
-fn holder(facts: &Facts, finding: Finding) -> Option<String> {
+fn holder(source: Reporter, facts: &Facts, finding: Finding) -> Option<String> {
+    let allocator = if source == Reporter::Julia { "CUDA.jl's pool" } else { "PyTorch's allocator" };
+    let context = if facts.platform == Platform::Cuda { "CUDA context" } else { "context" };
     let size = |bytes: u64| Bytes(bytes).to_string();
     Some(match finding {
         Finding::OtherProcesses(bytes) => match facts.other_processes.as_slice() {
@@ -217,11 +249,11 @@ fn holder(facts: &Facts, finding: Finding) -> Option<String> {
             several => format!("{} processes hold {}.", several.len(), size(bytes)),
         },
         Finding::OutsideAllocator(bytes) => format!(
-            "This process holds {} outside of PyTorch's allocator: the CUDA context, NCCL, graphs, other libraries.",
+            "This process holds {} outside of {allocator}: the {context}, NCCL, graphs, other libraries.",
             size(bytes)
         ),
         Finding::Unseen(bytes) if facts.process_bytes.is_none() && facts.allocated_bytes.is_some() => format!(
-            "{} of the GPU are held outside of PyTorch's allocator: by other processes, and by this one's CUDA context and libraries.",
+            "{} of the GPU are held outside of {allocator}: by other processes, and by this one's {context} and libraries.",
             size(bytes)
         ),
         Finding::Unseen(bytes) => {
@@ -251,6 +283,43 @@ fn remedy(source: Reporter, facts: &Facts, findings: &[Finding]) -> (String, Opt
             );
             (text, None)
         }
+        (Reporter::Pytorch, Finding::Fragmentation(_) | Finding::FragmentationInTwoPlaces(_)) if facts.platform != Platform::Cuda => {
+            elsewhere(facts.platform)
+        }
+        (Reporter::Julia, Finding::Fragmentation(_) | Finding::FragmentationInTwoPlaces(_)) => (
+            "Try: GC.gc(); CUDA.reclaim() before the request; or JULIA_CUDA_MEMORY_POOL=none, which has no pool and is slower.".into(),
+            Some("JULIA_CUDA_MEMORY_POOL=none"),
+        ),
+        (Reporter::Julia, Finding::Limit(_)) => ("Raise JULIA_CUDA_HARD_MEMORY_LIMIT, or use less memory.".into(), None),
+        (Reporter::Julia, _) => (
+            "Free arrays that are still referenced (CUDA.unsafe_free!, or set them to nothing, then GC.gc()), or use smaller arrays; \
+             nvidia-smi shows what other processes hold."
+                .into(),
+            None,
+        ),
+        (Reporter::Sglang, _) if facts.is_pool_full => (
+            "Lower --max-running-requests or the length of requests, or raise --mem-fraction-static, which makes this cache larger.".into(),
+            None,
+        ),
+        (Reporter::Sglang, _) => (
+            "Raise --mem-fraction-static, use more GPUs (--tp), or a smaller or quantized model.".into(),
+            None,
+        ),
+        (Reporter::Metal, Finding::Limit(_)) => ("Split the array: a shorter prompt, a smaller batch or a smaller step of prefill.".into(), None),
+        (Reporter::Metal, _) => ("Close what holds the rest of the memory, or use a smaller model, batch or context.".into(), None),
+        (Reporter::Triton, _) => (
+            "Use smaller blocks (BLOCK_*) or fewer stages (num_stages) in the kernel; freeing device memory does not help.".into(),
+            None,
+        ),
+        (Reporter::Tensorrt, _) if facts.failures == 0 => {
+            ("Nothing has to change; a smaller workspace (setMemoryPoolLimit) ends the warnings.".into(), None)
+        }
+        (Reporter::Tensorrt, _) => (
+            "Use a smaller workspace (setMemoryPoolLimit, --memPoolSize), smaller shapes of the profile, or lower precision; end what else \
+             uses the GPU."
+                .into(),
+            None,
+        ),
         (Reporter::Pytorch, Finding::Fragmentation(_) | Finding::FragmentationInTwoPlaces(_)) => (
             format!("Try: {EXPANDABLE} (before Python starts; not on Windows, not under cudaMallocAsync)."),
             Some(EXPANDABLE),
@@ -260,7 +329,9 @@ fn remedy(source: Reporter, facts: &Facts, findings: &[Finding]) -> (String, Opt
             Some(EXPANDABLE),
         ),
         (Reporter::PytorchMallocAsync, _) => (
-            "Try PyTorch's own allocator with expandable segments: PYTORCH_CUDA_ALLOC_CONF=backend:native,expandable_segments:True.".into(),
+            "Try PyTorch's own allocator with expandable segments: PYTORCH_CUDA_ALLOC_CONF=backend:native,expandable_segments:True (in \
+             ComfyUI with --disable-cuda-malloc; on Windows without expandable_segments); or a smaller batch or image."
+                .into(),
             Some("PYTORCH_CUDA_ALLOC_CONF=backend:native,expandable_segments:True"),
         ),
         (Reporter::Tensorflow, _) if facts.failures == 0 => ("Nothing has to change; a smaller batch ends the warnings.".into(), None),
@@ -286,8 +357,14 @@ fn remedy(source: Reporter, facts: &Facts, findings: &[Finding]) -> (String, Opt
             None,
         ),
         (Reporter::VllmStart, _) => ("Lower --gpu-memory-utilization to what is free, or end the processes that hold the rest.".into(), None),
+        (Reporter::VllmCache, _) if facts.is_pool_full => (
+            "Raise --gpu-memory-utilization if the GPU has more free, lower --max-num-batched-tokens, which shrinks the activations, \
+             or use a smaller quantization or more GPUs."
+                .into(),
+            None,
+        ),
         (Reporter::VllmCache, _) => ("Lower --max-model-len, raise --gpu-memory-utilization, or use more GPUs.".into(), None),
-        (Reporter::Ggml, _) => ("Put fewer layers on the GPU (-ngl), use a shorter context (-c), or a smaller quantization.".into(), None),
+        (Reporter::Ggml, _) => ("Put fewer layers on the GPU (-ngl; Ollama: num_gpu), use a shorter context (-c; Ollama: num_ctx), or a smaller quantization.".into(), None),
         (Reporter::Rmm, _) if facts.is_pool_full => ("Raise the pool's maximum size.".into(), None),
         (Reporter::Paddle, Finding::Limit(_)) => ("Raise FLAGS_gpu_memory_limit_mb, or use a smaller batch.".into(), None),
         (Reporter::Cupy, Finding::Limit(_)) => ("Raise the pool's maximum size.".into(), None),
@@ -319,13 +396,32 @@ fn remedy(source: Reporter, facts: &Facts, findings: &[Finding]) -> (String, Opt
     }
 }
 
+/// PyTorch's setting against fragmentation on GPUs that are not NVIDIA's.
+fn elsewhere(platform: Platform) -> (String, Option<&'static str>) {
+    let (text, setting) = match platform {
+        Platform::Hip => (
+            "Try: PYTORCH_HIP_ALLOC_CONF=expandable_segments:True (before Python starts). PyTorch warns where its build for ROCm does not \
+             support it; a smaller batch helps there.",
+            Some("PYTORCH_HIP_ALLOC_CONF=expandable_segments:True"),
+        ),
+        Platform::Npu => (
+            "Try: PYTORCH_NPU_ALLOC_CONF=expandable_segments:True (before Python starts), or a smaller batch.",
+            Some("PYTORCH_NPU_ALLOC_CONF=expandable_segments:True"),
+        ),
+        Platform::Xpu | Platform::Cuda => {
+            ("Release free segments (torch.xpu.empty_cache()), or use a smaller batch.", None)
+        }
+    };
+    (text.to_owned(), setting)
+}
+
 /// Whether memory is held that `nvidia-smi` names and this process does not hold.
 fn is_elsewhere(finding: &Finding) -> bool {
     matches!(finding, Finding::OtherProcesses(_) | Finding::Unseen(_))
 }
 
 /// The command that goes on from here.
-fn next(source: Reporter, findings: &[Finding]) -> String {
+fn next(source: Reporter, platform: Platform, findings: &[Finding]) -> String {
     let pytorch = matches!(
         source,
         Reporter::Pytorch
@@ -350,12 +446,15 @@ fn next(source: Reporter, findings: &[Finding]) -> String {
     });
     let elsewhere = !own && findings.iter().any(is_elsewhere);
     match source {
-        _ if elsewhere && source != Reporter::NvidiaSmi => "nvidia-smi".into(),
-        _ if pytorch => command("vramlab", "run -- python YOUR_PROGRAM.py"),
-        Reporter::PytorchCpu | Reporter::TensorflowCpu => "free -h".into(),
-        Reporter::XlaTpu => "tpu-info".into(),
         // A Mac's.
-        Reporter::PytorchMps => "top -o mem".into(),
-        _ => "nvidia-smi".into(),
+        Reporter::PytorchMps | Reporter::Metal => "top -o mem".into(),
+        // `vramlab run` records CUDA.
+        _ if platform != Platform::Cuda => platform.tool().into(),
+        Reporter::Triton => "python YOUR_PROGRAM.py".into(),
+        _ if elsewhere && source != Reporter::NvidiaSmi => platform.tool().into(),
+        _ if pytorch => command("vramlab", "run -- python YOUR_PROGRAM.py"),
+        Reporter::PytorchCpu | Reporter::TensorflowCpu | Reporter::GgmlCpu => "free -h".into(),
+        Reporter::XlaTpu => "tpu-info".into(),
+        _ => platform.tool().into(),
     }
 }

@@ -22,6 +22,13 @@ pub(super) fn kernel(text: &str) -> Option<(Reporter, Facts)> {
     Some((Reporter::KernelOom, facts))
 }
 
+/// What a scheduler says of a process that the kernel ended, without its numbers.
+pub(super) fn ended(text: &str) -> Option<(Reporter, Facts)> {
+    let words = ["OOMKilled", "oom-kill event", "oom_kill event", "cgroup out-of-memory handler"];
+    let is_ended = words.iter().any(|words| text.contains(words));
+    is_ended.then(|| (Reporter::KernelOom, Facts { failures: 1, ..Facts::default() }))
+}
+
 /// The text behind the kernel's last line.
 pub(super) fn behind_kernel(text: &str) -> Option<&str> {
     text[text.rfind("Killed process ")?..].split_once('\n').map(|(_, behind)| behind)
@@ -43,10 +50,13 @@ const PINNING: [&str; 8] = [
 pub(super) fn pinned(text: &str) -> Option<(Reporter, Facts)> {
     let failures = ["out of memory", "cudaErrorMemoryAllocation", "invalid argument", "operation not permitted"];
     let lower = text.to_lowercase();
-    let failed = failures.iter().any(|word| lower.contains(&word.to_lowercase()));
+    let failed = lower.contains("cuda") && failures.iter().any(|word| lower.contains(&word.to_lowercase()));
     // With a size of the GPU it is the GPU's memory.
     let of_gpu = text.contains("total capacity of") || text.contains("total capacity;");
-    let pins = PINNING.iter().any(|word| text.contains(word));
+    // A log lists the program's arguments, `pin_memory=True` among them.
+    let is_argument = |rest: &str| rest.trim_start_matches(['"', '\'', ' ']).starts_with(['=', ':', ',']);
+    let pins =
+        PINNING.iter().any(|word| text.match_indices(word).any(|(at, _)| !is_argument(&text[at + word.len()..])));
     (failed && pins && !of_gpu).then(|| (Reporter::Pinning, Facts { failures: 1, ..Facts::default() }))
 }
 
@@ -73,6 +83,13 @@ pub(super) fn cause(source: Reporter, facts: &Facts) -> Option<&'static str> {
              /dev/shm of loader workers."
         }
         Reporter::KernelOom => "Cause: host memory (RAM), not GPU memory.",
+        Reporter::Pinning if facts.failures == 0 => {
+            "Nothing failed: ggml continues with host memory that is not pinned, from which copies are slower."
+        }
+        Reporter::GgmlCpu if facts.free_bytes.is_some() => {
+            "Cause: host memory (RAM), not GPU memory: less is free than the model needs."
+        }
+        Reporter::GgmlCpu => "Cause: host memory (RAM), not GPU memory.",
         Reporter::Pinning => {
             "Cause: host memory could not be pinned. CUDA reports that with the words of a full GPU; the limit is free RAM, the \
              container's limit, or on WSL about 1 GiB of pinned memory in all."
@@ -87,6 +104,10 @@ pub(super) fn remedy(source: Reporter, facts: &Facts) -> Option<&'static str> {
     Some(match source {
         Reporter::KernelOom if is_pinned(facts) => PIN_LESS,
         Reporter::KernelOom => "Use fewer loader workers, a smaller batch, or raise the container's limit.",
+        Reporter::Pinning if facts.failures == 0 => {
+            "Nothing has to change; free RAM, or a higher `ulimit -l`, ends the warning."
+        }
+        Reporter::GgmlCpu => "Free RAM or add swap, or use a smaller model, quantization or context.",
         Reporter::Pinning => PIN_LESS,
         _ => return None,
     })

@@ -1,6 +1,7 @@
 //! The numbers in an error text, and which library wrote it.
 
-use super::lines::{joined, plain, unframed, window};
+use super::engines;
+use super::lines::{joined, of_one_process, plain, unframed, window};
 use serde::Serialize;
 
 /// The library whose message it is.
@@ -35,8 +36,22 @@ pub(crate) enum Reporter {
     Rmm,
     /// CuPy.
     Cupy,
-    /// ggml: llama.cpp and whisper.cpp.
+    /// ggml: llama.cpp, whisper.cpp and Ollama.
     Ggml,
+    /// ggml in host memory.
+    GgmlCpu,
+    /// SGLang.
+    Sglang,
+    /// CUDA.jl.
+    Julia,
+    /// MLX or ggml on Apple's GPUs.
+    Metal,
+    /// Triton, for shared memory of a multiprocessor.
+    Triton,
+    /// TensorRT.
+    Tensorrt,
+    /// XGBoost.
+    Xgboost,
     /// ONNX Runtime.
     OnnxRuntime,
     /// PaddlePaddle.
@@ -96,6 +111,46 @@ pub(crate) struct Facts {
     /// Whether the text says that a pool has its maximum size.
     #[serde(skip)]
     pub(crate) is_pool_full: bool,
+    /// Whose GPU PyTorch's message names.
+    #[serde(skip)]
+    pub(crate) platform: Platform,
+}
+
+/// Whose GPUs: tools and settings have other names on each.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Platform {
+    #[default]
+    Cuda,
+    /// AMD's.
+    Hip,
+    /// Intel's.
+    Xpu,
+    /// Huawei's.
+    Npu,
+}
+
+impl Platform {
+    fn new(text: &str) -> Self {
+        let words = [
+            ("HIP out of memory", Self::Hip),
+            ("HIP error: out of memory", Self::Hip),
+            ("hipErrorOutOfMemory", Self::Hip),
+            ("hipMalloc", Self::Hip),
+            ("XPU out of memory", Self::Xpu),
+            ("NPU out of memory", Self::Npu),
+        ];
+        words.iter().find(|(words, _)| text.contains(words)).map_or(Self::Cuda, |(_, platform)| *platform)
+    }
+
+    /// The program that lists who holds memory.
+    pub(crate) fn tool(self) -> &'static str {
+        match self {
+            Self::Cuda => "nvidia-smi",
+            Self::Hip => "rocm-smi --showpids",
+            Self::Xpu => "xpu-smi ps",
+            Self::Npu => "npu-smi info",
+        }
+    }
 }
 
 impl Facts {
@@ -124,7 +179,8 @@ pub(crate) fn read(text: &str) -> Option<(Reporter, Facts)> {
 
 /// The message of a library, of the driver or of a table.
 fn library(text: &str) -> Option<(Reporter, Facts)> {
-    let found = vllm(text)
+    let found = engines::vllm(text)
+        .or_else(|| engines::sglang(text))
         .or_else(|| mps(text))
         .or_else(|| pytorch(text))
         .or_else(|| malloc_async(text))
@@ -135,20 +191,26 @@ fn library(text: &str) -> Option<(Reporter, Facts)> {
         .or_else(|| paddle(text))
         .or_else(|| cupy(text))
         .or_else(|| rmm(text))
-        .or_else(|| ggml(text))
+        .or_else(|| engines::julia(text))
+        .or_else(|| engines::metal(text))
+        .or_else(|| engines::ggml(text))
+        .or_else(|| engines::tensorrt(text))
+        .or_else(|| engines::with_driver_report(text))
         .or_else(|| host(text))
+        .or_else(|| engines::triton(text))
         .or_else(|| nvidia_smi(text));
-    found.or_else(|| super::host::pinned(text)).or_else(|| disguised(text))
+    found.or_else(|| super::host::pinned(text)).or_else(|| disguised(text)).or_else(|| super::host::ended(text))
 }
 
 /// PyTorch's message from 1.0 on.
 fn pytorch(text: &str) -> Option<(Reporter, Facts)> {
-    let text = &joined(&unframed(text));
-    let all = text.matches("Tried to allocate ").count() as u64;
+    let all = joined(&unframed(text)).matches("Tried to allocate ").count() as u64;
+    let text = &joined(&unframed(&of_one_process(text, "Tried to allocate ")));
     let message = &text[text.rfind("Tried to allocate ")?..];
     let mut facts =
         Facts { failures: all, requested_bytes: size_after(message, "Tried to allocate "), ..Facts::default() };
-    facts.gpu = number_after(message, "GPU ");
+    facts.platform = Platform::new(text);
+    facts.gpu = number_after(message, "GPU ").or_else(|| number_after(message, "(NPU "));
     // Until 2.0 all numbers stand in brackets.
     if let Some(total) = size_before(message, " total capacity;") {
         facts.total_bytes = Some(total);
@@ -161,7 +223,9 @@ fn pytorch(text: &str) -> Option<(Reporter, Facts)> {
             (Some(reserved), Some(allocated)) => Some(reserved.saturating_sub(allocated)),
             _ => cached,
         };
-        facts.releases = Some(if reserved.is_some() { "1.4 to 2.0" } else { "1.0 to 1.3" });
+        // Huawei's builds of later releases print this form, too.
+        let releases = if reserved.is_some() { "1.4 to 2.0" } else { "1.0 to 1.3" };
+        facts.releases = (facts.platform != Platform::Npu).then_some(releases);
         return Some((Reporter::Pytorch, facts));
     }
     facts.total_bytes = ["total capacity of ", "total capacty of "].iter().find_map(|front| size_after(message, front));
@@ -199,11 +263,17 @@ fn recognize_own_process(facts: &mut Facts) {
 }
 
 fn malloc_async(text: &str) -> Option<(Reporter, Facts)> {
-    let at = text.rfind("would exceed allowed memory")?;
+    let text = &unframed(text);
+    let Some(at) = text.rfind("would exceed allowed memory") else {
+        // ComfyUI shows no more of it.
+        let is_cut = text.contains("Allocation on device") && text.contains("OutOfMemoryError");
+        return is_cut.then(|| (Reporter::PytorchMallocAsync, Facts { failures: 1, ..Facts::default() }));
+    };
     let message = &text[at..];
+    // Docker's log puts each line into an object of its own.
     let value = |key: &str| {
-        let line = message.lines().find(|line| line.trim_start().starts_with(key))?;
-        size(line.split_once(':')?.1)
+        let (_, rest) = message.lines().find_map(|line| line.split_once(key))?;
+        size(rest.split_once(':')?.1)
     };
     let limit =
         message.split_once("user-supplied memory fraction)").and_then(|(_, rest)| size(rest.split_once(':')?.1));
@@ -256,30 +326,6 @@ fn summary(text: &str) -> Option<(Reporter, Facts)> {
         ..Facts::default()
     };
     Some((Reporter::PytorchSummary, facts))
-}
-
-fn vllm(text: &str) -> Option<(Reporter, Facts)> {
-    let message = joined(text);
-    if let Some((_, rest)) = message.rsplit_once("Free memory on device") {
-        let (free, total) = rest.split_once('(')?.1.split_once('/')?;
-        // The unit stands behind the second number only.
-        let facts = Facts {
-            failures: 1,
-            free_bytes: size(&format!("{free} GiB")),
-            total_bytes: size(total),
-            requested_bytes: rest.split_once("utilization (").and_then(|(_, rest)| size(rest.split_once(", ")?.1)),
-            ..Facts::default()
-        };
-        return Some((Reporter::VllmStart, facts));
-    }
-    let (front, rest) = message.split_once("KV cache is needed")?;
-    let facts = Facts {
-        failures: 1,
-        requested_bytes: size_at_end(front),
-        free_bytes: size_after(rest, "available KV cache memory ("),
-        ..Facts::default()
-    };
-    Some((Reporter::VllmCache, facts))
 }
 
 fn rmm(text: &str) -> Option<(Reporter, Facts)> {
@@ -351,19 +397,6 @@ fn onnx_runtime(text: &str) -> Option<(Reporter, Facts)> {
     Some((Reporter::OnnxRuntime, facts))
 }
 
-fn ggml(text: &str) -> Option<(Reporter, Facts)> {
-    if !["ggml_", "llama_", "llama.cpp", "buffer of size"].iter().any(|word| text.contains(word)) {
-        return None;
-    }
-    let exact = text.rsplit_once("buffer of size ").and_then(|(_, rest)| leading_number(rest));
-    let asked = text.rsplit_once("allocating ").and_then(|(_, rest)| size(rest));
-    if exact.is_none() && asked.is_none() {
-        return None;
-    }
-    let gpu = text.rsplit_once("on device ").and_then(|(_, rest)| leading_number(rest));
-    Some((Reporter::Ggml, Facts { failures: 1, gpu, requested_bytes: exact.or(asked), ..Facts::default() }))
-}
-
 /// The tables of `nvidia-smi`, and lines of `--query-compute-apps`.
 fn nvidia_smi(text: &str) -> Option<(Reporter, Facts)> {
     if !text.contains("MiB")
@@ -399,7 +432,8 @@ fn nvidia_smi(text: &str) -> Option<(Reporter, Facts)> {
 fn disguised(text: &str) -> Option<(Reporter, Facts)> {
     let mut facts = Facts { failures: 1, ..Facts::default() };
     let has = |word: &str| text.contains(word);
-    if has("Failed to CUDA calloc") || has("NCCL WARN Cuda failure") && has("out of memory") {
+    let nccl = ["NCCL WARN Cuda failure", "ncclUnhandledCudaError"];
+    if has("Failed to CUDA calloc") || nccl.iter().any(|word| has(word)) && has("out of memory") {
         facts.requested_bytes = size_after(&joined(text), "Failed to CUDA calloc ");
         return Some((Reporter::Nccl, facts));
     }
@@ -420,16 +454,26 @@ fn disguised(text: &str) -> Option<(Reporter, Facts)> {
         "cudaErrorMemoryAllocation",
         "CUDA_ERROR_OUT_OF_MEMORY",
         "CUDA error: out of memory",
+        "CUDA error: Out of memory",
         "CUDA out of memory",
-        "out of memory",
+        "HIP error: out of memory",
+        "hipErrorOutOfMemory",
     ];
+    // Databases, JavaScript and Go run out of memory, too: bare words are CUDA's only beside a word of a GPU.
+    let lower = text.to_lowercase();
+    let of_gpu =
+        ["cuda", "gpu", "hip", "device", "thrust", "nvenc", "nvidia", "bitsandbytes", "bad_alloc: out of memory"];
+    let bare = lower.contains("out of memory")
+        && !lower.contains("heap out of memory")
+        && of_gpu.iter().any(|word| lower.contains(word));
+    facts.platform = Platform::new(text);
     // `failed to allocate 7.50GiB (8053063680 bytes) from device` is a line of TensorFlow's and XLA's driver.
     let line = text.lines().rfind(|line| line.contains("failed to allocate ") && line.contains("from device"));
     facts.requested_bytes = line.and_then(|line| {
         let (_, rest) = line.rsplit_once("failed to allocate ")?;
         number_after(rest, "(").or_else(|| size(rest))
     });
-    cuda.iter().any(|word| has(word)).then_some((Reporter::Cuda, facts))
+    (bare || cuda.iter().any(|word| has(word))).then_some((Reporter::Cuda, facts))
 }
 
 /// The size at the beginning of a text: `672.00 MiB`, `2.00GiB`, `0 bytes`, `1,073,741,824 bytes`.
@@ -475,7 +519,7 @@ pub(super) fn size_before(text: &str, back: &str) -> Option<u64> {
 }
 
 /// The size that a text ends with.
-fn size_at_end(text: &str) -> Option<u64> {
+pub(super) fn size_at_end(text: &str) -> Option<u64> {
     let text = text.trim_end();
     let unit = text.rfind(|character: char| character.is_ascii_digit())?;
     let start = text[..unit]

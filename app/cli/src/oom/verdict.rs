@@ -72,10 +72,14 @@ pub(crate) fn findings(source: Reporter, facts: &Facts) -> Vec<Finding> {
 }
 
 fn cause(source: Reporter, facts: &Facts) -> Option<Finding> {
-    if source == Reporter::NvidiaSmi {
+    // Of a check of host memory the numbers are not the device's.
+    if matches!(source, Reporter::NvidiaSmi | Reporter::GgmlCpu) {
         return None;
     }
     let requested = facts.requested_bytes?;
+    if matches!(source, Reporter::Triton | Reporter::Metal) {
+        return facts.limit_bytes.filter(|limit| requested > *limit).map(Finding::Limit);
+    }
     let reserved = facts.reserved().or(facts.allocated_bytes);
     if let Some(limit) = facts.limit_bytes {
         let held = match source {
