@@ -177,12 +177,16 @@ fn a_short_part_between_pauses_is_kept_if_it_has_the_peak() {
 
 /// A request of 200 MiB that is refused with 160 MiB free in a segment, and these bytes free on the GPU.
 fn refused(device_free: u64) -> Story {
+    refused_request(200 * MIB, device_free)
+}
+
+fn refused_request(asked: u64, device_free: u64) -> Story {
     let mut story = Story::default();
     story.segment(0, 220 * MIB, 0);
     story.alloc(0, 220 * MIB, 0, json!([script(1, "main")]));
     story.free(0, 220 * MIB, 0);
     story.alloc(0, 60 * MIB, 0, json!([script(2, "main")]));
-    story.event("oom", device_free, 200 * MIB, 0, json!([script(3, "main")]));
+    story.event("oom", device_free, asked, 0, json!([script(3, "main")]));
     story
 }
 
@@ -195,6 +199,12 @@ fn memory_free_in_two_places_is_reported_with_a_setting() {
     expandable.events[0]["action"] = json!("segment_map");
     let text = screen(&expandable);
     assert!(text.contains("in two places") && !text.contains("expandable_segments:True"), "{text}");
+    // 30 MiB are missing in segments, and expandable segments grow by 20 MiB.
+    for (free, combines) in [(39 * MIB, false), (40 * MIB, true)] {
+        let text = screen(&refused_request(190 * MIB, free));
+        assert!(text.contains("in two places"), "{text}");
+        assert_eq!(text.contains("expandable_segments:True"), combines, "{text}");
+    }
     for free in [20 * MIB, 240 * MIB] {
         let text = screen(&refused(free));
         assert!(!text.contains("two places"), "{text}");

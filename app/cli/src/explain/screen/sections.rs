@@ -68,6 +68,11 @@ fn below_segment(last: &Refused, free: u64) -> String {
     }
 }
 
+/// PyTorch's requests up to this size have pages of [`SMALL_PAGE`] in expandable segments, others of [`PAGE`].
+const SMALL: u64 = 1 << 20;
+const SMALL_PAGE: u64 = 2 << 20;
+const PAGE: u64 = 20 << 20;
+
 /// A refused request for which enough memory was free in total, but neither in segments nor on the GPU alone.
 fn two_places(explanation: &Explanation, last: &Refused) -> Option<String> {
     let limit = explanation.limit_bytes.zip(last.moment.reserved_bytes);
@@ -75,8 +80,11 @@ fn two_places(explanation: &Explanation, last: &Refused) -> Option<String> {
     let unreserved = last.device_free_bytes.into_iter().chain(limit).min()?;
     let (cached, asked) = (last.free_bytes?.saturating_sub(last.private_free_bytes), last.asked_bytes);
     let split = cached < asked && unreserved < asked && cached.saturating_add(unreserved) >= asked;
+    // Expandable segments grow by whole pages.
+    let page = if asked <= SMALL { SMALL_PAGE } else { PAGE };
+    let combines = cached.saturating_add(unreserved / page * page) >= asked;
     split.then(|| {
-        let fix = if explanation.expandable { "" } else { "; expandable_segments:True can combine them" };
+        let fix = if explanation.expandable || !combines { "" } else { "; expandable_segments:True can combine them" };
         format!(
             "{} were free, in two places: {} in segments, {} on the GPU{fix}",
             size(cached + unreserved),
