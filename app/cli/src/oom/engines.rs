@@ -49,7 +49,7 @@ pub(super) fn vllm(text: &str) -> Option<(Reporter, Facts)> {
     Some((Reporter::VllmCache, facts))
 }
 
-/// The sizes in the log of a start that left nothing for the cache, as releases until 0.8 print them.
+/// The sizes in the log of a start that left nothing for the cache, as older releases print them.
 fn without_cache(log: &str) -> Facts {
     let taken = ["model weights take ", "non_torch_memory takes ", "activation peak memory takes "];
     let last = |front: &str| size(log.rsplit_once(front)?.1);
@@ -94,7 +94,7 @@ pub(super) fn julia(text: &str) -> Option<(Reporter, Facts)> {
         ..Facts::default()
     };
     if let Some((_, pool)) = message.split_once("Memory pool usage: ") {
-        // Until CUDA.jl 3.2 the bracket has both numbers, later the reserved size.
+        // The bracket of older releases has both numbers, later the reserved size.
         if let Some(cached) = size_before(pool, " cached)") {
             facts.allocated_bytes = size_before(pool, " allocated,");
             facts.unallocated_bytes = Some(cached);

@@ -104,9 +104,7 @@ pub(super) fn remedy(source: Reporter, facts: &Facts) -> Option<&'static str> {
     Some(match source {
         Reporter::KernelOom if is_pinned(facts) => PIN_LESS,
         Reporter::KernelOom => "Use fewer loader workers, a smaller batch, or raise the container's limit.",
-        Reporter::Pinning if facts.failures == 0 => {
-            "Nothing has to change; free RAM, or a higher `ulimit -l`, ends the warning."
-        }
+        Reporter::Pinning if facts.failures == 0 => "Nothing has to change; more free RAM may end the warning.",
         Reporter::GgmlCpu => "Free RAM or add swap, or use a smaller model, quantization or context.",
         Reporter::Pinning => PIN_LESS,
         _ => return None,

@@ -108,7 +108,7 @@ pub(crate) struct Facts {
     /// PyTorch's releases that write so, where they are older than expandable segments.
     #[serde(skip)]
     pub(crate) releases: Option<&'static str>,
-    /// Whether the text says that a pool has its maximum size.
+    /// Whether the text says that a pool has its maximum size, or that a share of the GPU is used up.
     #[serde(skip)]
     pub(crate) is_pool_full: bool,
     /// Whose GPU PyTorch's message names.
@@ -246,7 +246,7 @@ fn pytorch(text: &str) -> Option<(Reporter, Facts)> {
 }
 
 /// In a container PyTorch lists its own process among the others. That process holds what PyTorch reserved: it is found if only
-/// one process has so much, and the memory outside of the list has less.
+/// one process holds that much, and less than that is in use outside of the list.
 fn recognize_own_process(facts: &mut Facts) {
     let (Some(total), Some(free), Some(reserved), None) =
         (facts.total_bytes, facts.free_bytes, facts.reserved(), facts.process_bytes)

@@ -126,7 +126,7 @@ impl Experiment<'_> {
             }
         };
         let line = command_line(run, self.device, self.inputs, start, limit)?;
-        let alone = self.neighbours.map(Neighbours::absent);
+        let alone = self.neighbours.map(Neighbours::absent_at_start);
         let (machine, started_at) = (Machine { alone, ..Machine::now() }, now());
         let ended = self.process(&line, &part, turns)?;
         let is_result = match (run.program, ended.status.code()) {

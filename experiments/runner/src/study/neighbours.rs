@@ -11,14 +11,14 @@ use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError};
 
-/// The file, in the directory of temporary files.
-const FILE: &str = "vramlab-experiments.lock";
+/// The file. TMPDIR can differ between the jobs of a host.
+const FILE: &str = "/tmp/vramlab-experiments.lock";
 
 /// This runner among those of the host.
 #[derive(Debug)]
 pub(crate) struct Neighbours {
     file: Mutex<File>,
-    /// Checks that found others.
+    /// Runs that began beside others.
     met: AtomicUsize,
 }
 
@@ -26,7 +26,7 @@ impl Neighbours {
     /// From now on others find this runner. `None` where the system has no such locks.
     pub(crate) fn new() -> Option<Self> {
         // Other systems cannot turn a shared lock into an exclusive one.
-        if cfg!(unix) { Self::at(&std::env::temp_dir().join(FILE)) } else { None }
+        if cfg!(unix) { Self::at(Path::new(FILE)) } else { None }
     }
 
     fn at(path: &Path) -> Option<Self> {
@@ -45,13 +45,17 @@ impl Neighbours {
         let alone = FileExt::try_lock(&*file).is_ok();
         // A failed attempt has given the shared lock up. If this fails, others no longer find this runner.
         let _ = FileExt::lock_shared(&*file);
-        if !alone {
-            self.met.fetch_add(1, Relaxed);
-        }
         alone
     }
 
-    /// How many calls of [`Self::absent`] found others.
+    /// [`Self::absent`], when a run begins.
+    pub(crate) fn absent_at_start(&self) -> bool {
+        let alone = self.absent();
+        self.met.fetch_add(usize::from(!alone), Relaxed);
+        alone
+    }
+
+    /// How many runs began beside others.
     pub(crate) fn met(&self) -> usize {
         self.met.load(Relaxed)
     }
@@ -66,15 +70,15 @@ mod tests {
     #[test]
     fn a_runner_finds_others_while_they_live() {
         let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join(FILE);
+        let path = folder.path().join("lock");
         let one = Neighbours::at(&path).unwrap();
         assert!(one.absent());
         let other = Neighbours::at(&path).unwrap();
         assert!(!one.absent() && !other.absent());
         // A check does not hide the runner that makes it.
-        assert!(!one.absent() && !other.absent());
+        assert!(!one.absent() && !other.absent_at_start());
         drop(one);
-        assert!(other.absent());
-        assert_eq!(other.met(), 2);
+        assert!(other.absent_at_start());
+        assert_eq!(other.met(), 1);
     }
 }
