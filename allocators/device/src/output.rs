@@ -42,6 +42,7 @@ use std::fs::{File, FileType, OpenOptions};
 use std::io::{self, BufWriter, ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 use tempfile::NamedTempFile;
 
 /// The treatment of an existing regular file.
@@ -297,16 +298,33 @@ pub fn check(path: &Path, existing: Existing) -> Result<(), OutputError> {
 }
 
 /// Removes the parts of all files and directories that are being written, for a process that ends immediately, by a signal. They
-/// are never renamed then.
+/// are never renamed then, and nothing more is [added](add) to them.
 pub fn discard_unfinished() {
-    /// Another thread may write to a directory while it is removed.
+    /// A panic in what adds never ends it.
+    const PATIENCE: Duration = Duration::from_secs(1);
     const TRIES: u32 = 16;
+    let since = Instant::now();
+    while let Err(std::sync::TryLockError::WouldBlock) = ADDING.try_lock().map(std::mem::forget)
+        && since.elapsed() < PATIENCE
+    {
+        std::thread::sleep(Duration::from_millis(1));
+    }
     for part in unfinished().drain(..) {
         let remove = || std::fs::remove_file(&part).or_else(|_| std::fs::remove_dir_all(&part));
-        // A failure cannot be reported here; the name shows that it is a part.
+        // A failure cannot be reported here; the name shows that it is a part. What is written without `add` may need more tries.
         let _ = (0..TRIES).any(|_| remove().is_ok() || !part.exists());
     }
 }
+
+/// Adds one of many files to an [`OutputFolder`]. [`discard_unfinished`] waits for the end of it, and lets no other begin: removing a
+/// directory fails while files appear in it.
+pub fn add<T>(write: impl FnOnce() -> T) -> T {
+    let _adding = ADDING.lock().unwrap_or_else(PoisonError::into_inner);
+    write()
+}
+
+/// Held while a file is added to a directory, and for ever once parts are removed.
+static ADDING: Mutex<()> = Mutex::new(());
 
 /// Parts of files and directories that are being written.
 fn unfinished() -> MutexGuard<'static, Vec<PathBuf>> {

@@ -13,7 +13,7 @@ use std::process::Command;
 use std::sync::Barrier;
 use tempfile::TempDir;
 use vramlab_device::output::{
-    Existing, OutputError, OutputFile, OutputFolder, OutputProblem, OwnFolder, check, remove_abandoned, write,
+    self, Existing, OutputError, OutputFile, OutputFolder, OutputProblem, OwnFolder, check, remove_abandoned, write,
 };
 
 const BOTH: [Existing; 2] = [Existing::Refuse, Existing::Replace];
@@ -397,6 +397,45 @@ fn folders_and_files_that_are_read_only_stay_so() {
     output.unwrap();
     assert_eq!(names(&at("open")), ["kept", "new"]);
     assert_eq!(fs::read(at("open/kept")).unwrap(), b"old");
+}
+
+/// A process that ends removes a directory to which other threads still add files.
+#[test]
+fn a_directory_goes_while_files_are_added() {
+    const FILE_BYTES: usize = 1 << 16;
+    if let Some(folder) = given_folder() {
+        let out = OutputFolder::create(&folder.join("out/whole")).unwrap();
+        let part = out.part().to_owned();
+        // As what unpacks an archive: a file after another, with their parents, until the process ends.
+        let add = move |thread: usize| {
+            for number in 0.. {
+                let path = part.join(format!("{thread}/{number}"));
+                output::add(|| {
+                    fs::create_dir_all(path.parent().unwrap()).unwrap();
+                    fs::write(&path, [0; FILE_BYTES]).unwrap();
+                });
+            }
+        };
+        for thread in 0..4 {
+            std::thread::spawn({
+                let add = add.clone();
+                move || add(thread)
+            });
+        }
+        while names(out.part()).len() < 4 {
+            std::thread::yield_now();
+        }
+        output::discard_unfinished();
+        assert!(names(&folder.join("out")).is_empty());
+        return;
+    }
+    let folder = TempDir::new().unwrap();
+    fs::create_dir(folder.path().join("out")).unwrap();
+    in_process("a_directory_goes_while_files_are_added", folder.path(), |command| {
+        command.args(["-c", "exec \"$PROGRAM\" --exact \"$TEST\""]);
+    })
+    .unwrap();
+    assert!(names(&folder.path().join("out")).is_empty());
 }
 
 /// Files in a folder that has room for less than these need.

@@ -10,7 +10,7 @@ use std::fs;
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
-use vramlab::output::{OutputFolder, remove_abandoned};
+use vramlab::output::{self, OutputFolder, remove_abandoned};
 use vramlab::{Bytes, DeviceKind, DeviceName, input};
 
 /// Size limit of an archive, and of its unpacked contents.
@@ -186,7 +186,7 @@ pub(crate) fn unpack_into(archive: impl Read, folder: &Path) -> Result<()> {
         if unpacked > MOST_UNPACKED {
             bail!("it unpacks to more than {}, which no results do", Bytes(MOST_UNPACKED));
         }
-        if !member.unpack_in(folder)? {
+        if !output::add(|| member.unpack_in(folder))? {
             bail!("{name} in it would be outside of its directory; pack it again");
         }
     }
