@@ -8,6 +8,7 @@
 
 mod archive;
 mod error;
+mod foreign;
 mod host;
 mod input;
 mod jsonl;

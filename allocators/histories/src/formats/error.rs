@@ -89,6 +89,14 @@ pub enum Problem {
          minimalloc CSV or a trace.jsonl, plain, .gz or .xz"
     )]
     UnknownFormat,
+    /// A file in which or for which a recording has to be fetched first.
+    #[error("{kind}; {fix}")]
+    Foreign {
+        /// What it is.
+        kind: &'static str,
+        /// The remedy, with its command.
+        fix: &'static str,
+    },
     /// The file ends too early.
     #[error("the file ends within {0}; it was truncated, so copy or record it again")]
     Truncated(&'static str),

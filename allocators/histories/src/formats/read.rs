@@ -5,7 +5,7 @@ use super::error::{Place, Problem, ReadError};
 use super::input::Input;
 use super::list::Start;
 use super::summary::Receiver;
-use super::{Format, OriginSink, Origins, ReadOptions, Sink, Summary, lines, minimalloc, rmm};
+use super::{Format, OriginSink, Origins, ReadOptions, Sink, Summary, foreign, lines, minimalloc, rmm};
 use std::io::Read;
 use std::path::Path;
 
@@ -104,6 +104,9 @@ fn detect(input: &mut Input<'_>) -> Result<Format, ReadError> {
     // A pipe may return few bytes at a time; only a short file has less.
     input.ensure(lines::LONGEST_LINE)?;
     let bytes = &input.buffered()[..input.buffered().len().min(lines::LONGEST_LINE)];
+    if let Some(problem) = foreign::foreign(bytes) {
+        return Err(ReadError::at(Place::Whole, problem));
+    }
     let text = bytes.trim_ascii_start();
     let start = Start { bytes, text: &String::from_utf8_lossy(text) };
     let format = Format::ALL.into_iter().find(|format| (format.reader().begins)(&start));

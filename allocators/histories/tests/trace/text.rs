@@ -1,6 +1,7 @@
 //! Text logs: RMM's, STAlloc's, minimalloc's, our own, and a snapshot as JSON.
 
 use super::{fixture, message, read_all, read_bytes};
+use std::io::Write;
 use vramlab_device::budget::Budget;
 use vramlab_histories::formats::{
     Action, Event, Format, Place, Problem, ReadError, ReadOptions, jsonl_placements, read_from,
@@ -179,10 +180,35 @@ fn damaged_text_error_names_its_line() {
         let error = message(text.as_bytes());
         assert!(error.contains(expected), "{text}: {error}");
     }
-    assert!(message(&[0xff, 0xfe, 0x41, 0x00]).contains("no known format"));
     let mut bytes = rmm("1,14:41:57.1,allocate,0x10,1,0").into_bytes();
     bytes.extend(b"\xff\xff\n");
     assert!(message(&bytes).contains(":3: the line is not UTF-8"));
+}
+
+#[test]
+fn file_that_has_to_be_unpacked_or_fetched_is_named_with_its_command() {
+    let mut tar = vec![b'a'; 512];
+    tar[257..262].copy_from_slice(b"ustar");
+    let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n";
+    for (bytes, kind, command) in [
+        (&b"\x28\xb5\x2f\xfd\x24\x00"[..], "compressed with zstd", "zstd -d FILE"),
+        (b"\x50\x2a\x4d\x18\x04\0\0\0", "zstd or lz4", "zstd -d FILE"),
+        (b"BZh91AY&SY", "compressed with bzip2", "bzip2 -dk FILE"),
+        (b"\x04\x22\x4d\x18\x64\x40", "compressed with lz4", "lz4 -d FILE"),
+        (b"\x5d\0\0\x80\0\xff", "compressed with lzma", "xz -dk --format=lzma FILE"),
+        (b"7z\xbc\xaf\x27\x1c\0\x04", "7-Zip", "7z x FILE"),
+        (&tar, "tar archive", "tar -xf FILE"),
+        (&[0xff, 0xfe, 0x41, 0x00], "UTF-16", "iconv"),
+        (pointer.as_bytes(), "pointer of Git LFS", "git lfs pull"),
+        (b"/annex/objects/SHA256E-s1--4d7a.pickle\n", "git-annex", "git annex get FILE"),
+    ] {
+        let error = message(bytes);
+        assert!(error.contains(kind) && error.contains(command), "{error}");
+        // Also inside of what is unpacked.
+        let mut packed = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+        packed.write_all(bytes).unwrap();
+        assert_eq!(message(&packed.finish().unwrap()), error);
+    }
 }
 
 #[test]
@@ -242,7 +268,6 @@ fn endless_lines_and_strings_are_refused() {
 
 #[test]
 fn decompression_bombs_take_bounded_memory() {
-    use std::io::Write;
     // 16 MiB of one letter, in a few KiB.
     let mut gzip = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
     let mut xz = liblzma::write::XzEncoder::new(Vec::new(), 6);
