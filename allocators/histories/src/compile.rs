@@ -129,7 +129,7 @@ impl HistoryBuilder {
     ///
     /// # Errors
     /// [`ReplayError::Event`] for an event that contradicts earlier ones (blocks that overlap, a block freed twice or
-    /// with another size), for a size above [`MAX_BYTES`](crate::history::MAX_BYTES), and for more than
+    /// with another size), for a block or segment above [`MAX_BYTES`](crate::history::MAX_BYTES), and for more than
     /// [`MAX_STREAMS`](crate::history::MAX_STREAMS) streams. [`ReplayError::TooLarge`] when the [budget](Self::within)
     /// is used up.
     pub fn push(&mut self, event: &Event) -> Result<(), ReplayError> {
@@ -212,6 +212,7 @@ impl HistoryBuilder {
             further_streams,
             events: number,
             refused: refusals.count,
+            impossible: refusals.impossible,
             out_of_memory,
             deferred,
             pools,

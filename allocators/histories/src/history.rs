@@ -14,9 +14,12 @@ use vramlab_policies::policy::size::torch::SMALL_SEGMENT;
 pub(crate) use beginning::{Beginning, StartBlock, StartSegment};
 pub use op::MAX_STREAMS;
 pub(crate) use op::{BY_DEVICE, DueFrees, Kind, MAX_POOLS, NEVER, NO_STREAM, Op, Release};
-pub use out_of_memory::{Held, OutOfMemory, StreamHeld};
+pub use out_of_memory::{Held, ImpossibleRequests, OutOfMemory, StreamHeld};
 
-/// Largest size in a recording, in bytes: 256 TiB, beyond any device. Sums over a recording stay in 64 bits.
+/// Largest size of a block or segment in a recording, in bytes: 256 TiB, beyond any device. Sums over a recording stay in 64 bits.
+///
+/// Larger ones are refused, except of failed requests: a program may request any size, such as a negative number as an unsigned one.
+/// Those are [counted apart](History::impossible_requests), and nothing is computed from their size.
 pub const MAX_BYTES: u64 = 1 << 48;
 
 /// A recording that is ready to be replayed. Takes 16 bytes for each operation of the client, 8 for each allocation and 32 for
@@ -39,6 +42,8 @@ pub struct History {
     /// The memory before recording started.
     pub(crate) beginning: Beginning,
     pub(crate) refused: u64,
+    /// Failed requests above [`MAX_BYTES`].
+    pub(crate) impossible: Option<ImpossibleRequests>,
     pub(crate) out_of_memory: Vec<OutOfMemory>,
     pub(crate) deferred: u64,
     pub(crate) max_live: u64,
@@ -137,7 +142,13 @@ impl History {
         self.pools.undetermined
     }
 
-    /// Number of requests that failed in the recording.
+    /// Failed requests above [`MAX_BYTES`], which are no operations; `None` if there are none.
+    #[must_use]
+    pub fn impossible_requests(&self) -> Option<ImpossibleRequests> {
+        self.impossible
+    }
+
+    /// Number of requests that failed in the recording, without [impossible](Self::impossible_requests) ones.
     #[must_use]
     pub fn refused_allocations(&self) -> u64 {
         self.refused

@@ -75,7 +75,9 @@ use vramlab_policies::contract::{Ledger, Stats};
 
 pub use super::compile::{HistoryBuilder, Soundness};
 pub use super::formats::BlockPlace;
-pub use super::history::{Held, History, MAX_BYTES, MAX_STREAMS, OutOfMemory, ReplayError, StreamHeld};
+pub use super::history::{
+    Held, History, ImpossibleRequests, MAX_BYTES, MAX_STREAMS, OutOfMemory, ReplayError, StreamHeld,
+};
 pub use super::settings::{recorded_settings, snapshot_settings};
 pub use capacity::{Capacity, Probe, smallest_in, smallest_memory};
 pub use counting::Requests;

@@ -223,6 +223,8 @@ struct Unknown {
     device_free_bytes: Option<u64>,
     /// Whether garbage was collected under an unknown memory limit.
     limit: bool,
+    /// Events whose action is unknown; `null` if there are none.
+    events: Option<String>,
 }
 
 /// An allocator other than PyTorch's.
@@ -473,6 +475,7 @@ fn advice(file: &Path, run: &RecordedRun, request: &Request, all: bool, recordin
             undetermined_blocks: history.undetermined_blocks(),
             device_free_bytes: run.out_of_memory().and_then(|last| last.device_free_bytes),
             limit: run.limit_missing,
+            events: recording.summary.unknown_events(),
         },
         run: run.to_string(),
         given: !request.confs.is_empty(),

@@ -161,6 +161,7 @@ fn explain_recording(file: &Path, recording: &Recording, how: &How) -> Result<Ex
         frames: recording.origins.has_frames(),
         annotations: recording.origins.annotations().len() as u64,
         cut: recording.summary.cut.map(|cut| cut.to_string()),
+        unknown_events: recording.summary.unknown_events(),
         blocks_before: recording.initial.blocks.len() as u64,
         segments_before: recording.initial.segments.len() as u64,
         limit_bytes: recording.settings.memory_limit,

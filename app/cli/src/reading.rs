@@ -99,7 +99,7 @@ pub(crate) fn read_gpu<T: FromEvents>(path: &Path, gpu: Option<u16>, options: &R
             .map(|summary| (summary, Origins::new(budget))),
     };
     let (summary, origins) = read.map_err(|error| other_command(path, error))?;
-    warn_of_cut(path, &summary);
+    warn_of_missing(path, &summary);
     let gpus = tallies.choose(gpu, &summary);
     let events = candidates.remove(&gpus.gpu).unwrap_or_else(|| Ok(T::begin(gpus.gpu, budget)));
     Ok(OneGpu { summary, origins, gpus, events })
@@ -119,14 +119,14 @@ fn other_command(path: &Path, error: ReadError) -> Error {
     anyhow!("{}: {kind} and not a recording; use: {next}", path.display())
 }
 
-/// Warns once for each file that was cut short.
-pub(crate) fn warn_of_cut(path: &Path, summary: &Summary) {
+/// Warns once for each file that was cut short, or has events of unknown actions.
+pub(crate) fn warn_of_missing(path: &Path, summary: &Summary) {
     // Some commands read a file more than once.
     static WARNED: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
-    if let Some(cut) = summary.cut
-        && WARNED.lock().unwrap_or_else(PoisonError::into_inner).insert(path.to_owned())
-    {
-        terminal::say(&format!("warning: {}: {cut}", path.display()));
+    let warnings = [summary.cut.map(|cut| cut.to_string()), summary.unknown_events()];
+    let mut warnings = warnings.into_iter().flatten().peekable();
+    if warnings.peek().is_some() && WARNED.lock().unwrap_or_else(PoisonError::into_inner).insert(path.to_owned()) {
+        warnings.for_each(|warning| terminal::say(&format!("warning: {}: {warning}", path.display())));
     }
 }
 

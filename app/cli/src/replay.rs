@@ -17,7 +17,9 @@ use terminal::{Bar, Page};
 use vramlab::backends::{MemoryKind, TorchAllocator, all, of_torch};
 use vramlab::histories::formats::Placements;
 use vramlab::histories::memory::Peaks;
-use vramlab::histories::replay::{Addresses, OutOfMemory, ReplayReport, ReplaySettings, Requests, replay_against};
+use vramlab::histories::replay::{
+    Addresses, ImpossibleRequests, OutOfMemory, ReplayReport, ReplaySettings, Requests, replay_against,
+};
 use vramlab::{Bytes, DeviceKind, DeviceName, Ledger, Selection};
 
 pub(crate) use bound::{Bounds, Search};
@@ -143,6 +145,9 @@ struct Row {
     undetermined_pool_allocations: u64,
     /// Requests that failed in the recording.
     refused_allocations: u64,
+    /// Those of a size that no device has.
+    #[serde(skip)]
+    impossible: Option<ImpossibleRequests>,
     /// State at those failures; at most the last hundred.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     out_of_memory: Vec<OutOfMemory>,
@@ -387,6 +392,7 @@ fn run(
         private_pool_allocations: history.private_pool_allocations(),
         undetermined_pool_allocations: history.undetermined_pool_allocations(),
         refused_allocations: history.refused_allocations(),
+        impossible: history.impossible_requests(),
         out_of_memory: history.out_of_memory().to_vec(),
         deferred_frees: history.deferred_frees(),
         failed_allocations: report.failed_allocations,

@@ -25,6 +25,7 @@ mod diff;
 mod explain;
 mod explain_causes_frames;
 mod explain_moments;
+mod foreign_files;
 mod full_gpu;
 mod gpus;
 mod host;

@@ -1,7 +1,7 @@
 //! The list of operations during compilation, and the traversal of the recorded placements.
 
 use crate::formats::{Action, Event};
-use crate::history::{BY_DEVICE, Beginning, DueFrees, Kind, NO_STREAM, Op, Release, SegmentEvent};
+use crate::history::{BY_DEVICE, Beginning, DueFrees, ImpossibleRequests, Kind, NO_STREAM, Op, Release, SegmentEvent};
 use crate::steps;
 use std::collections::{HashMap, VecDeque};
 use vramlab_policies::backends::CachingSettings;
@@ -246,6 +246,8 @@ pub(super) struct Refusals {
     pub(super) count: u64,
     /// The last of them.
     pub(super) last: VecDeque<Refusal>,
+    /// Those above [`MAX_BYTES`](crate::history::MAX_BYTES), which are in neither.
+    pub(super) impossible: Option<ImpossibleRequests>,
 }
 
 impl Refusals {
@@ -255,6 +257,12 @@ impl Refusals {
             self.last.pop_front();
         }
         self.last.push_back(refusal);
+    }
+
+    /// Counts a request that no device could serve.
+    pub(super) fn add_impossible(&mut self, last_event: u64, last_bytes: u64) {
+        let count = self.impossible.map_or(1, |others| others.count + 1);
+        self.impossible = Some(ImpossibleRequests { count, last_event, last_bytes });
     }
 
     /// Reserved size from which the device refused, as far as failed requests show: their lowest need, and more than

@@ -134,7 +134,7 @@ impl Transcript {
         if event.action != Action::Oom && event.addr.checked_add(event.bytes).is_none_or(|end| end > 1 << 63) {
             return Err(format!("{:#x} + {} is not a range of addresses", event.addr, event.bytes));
         }
-        if event.bytes > MAX_BYTES && event.action != Action::Snapshot {
+        if event.bytes > MAX_BYTES && !matches!(event.action, Action::Snapshot | Action::Oom) {
             return Err(format!("{} of {} bytes: no device has more than 256 TiB", event.action, event.bytes));
         }
         Ok(())
@@ -355,6 +355,11 @@ impl Transcript {
     }
 
     fn refuse(&mut self, event: &Event) -> Result<(), String> {
+        if event.bytes > MAX_BYTES {
+            self.close_window(End::Other);
+            self.refusals.add_impossible(self.number, event.bytes);
+            return Ok(());
+        }
         self.close_window(End::Refused { bytes: event.bytes, stream: event.stream });
         let Event { bytes, stream, addr: device_free, .. } = *event;
         let (number, op, reserved) = (self.number, self.timeline.next_op(), self.segments.reserved);

@@ -24,6 +24,8 @@ pub struct Summary {
     pub events: Vec<u64>,
     /// Number of events skipped because their action has no counterpart in [`Action`](super::Action).
     pub unknown_actions: u64,
+    /// Names of these actions, as many as a sentence has room for.
+    pub unknown_names: Vec<String>,
     /// Segments at the end; empty for formats without them.
     pub segments: Vec<Segment>,
     /// Pools of the events that allocate or release segments, in the order of the file: PyTorch 2.12 and later record them.
@@ -57,6 +59,10 @@ pub struct SegmentPool {
     pub pool: (u64, u64),
 }
 
+/// Number and length of the names of unknown actions that are kept; PyTorch's have some twenty letters.
+const MOST_UNKNOWN: usize = 4;
+const LONGEST_UNKNOWN: usize = 64;
+
 /// Position at which a snapshot was truncated, because the program that wrote it was killed or a copy was incomplete.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cut {
@@ -89,6 +95,7 @@ impl Summary {
             format,
             events: Vec::new(),
             unknown_actions: 0,
+            unknown_names: Vec::new(),
             segments: Vec::new(),
             segment_pools: Vec::new(),
             allocator_settings: serde_json::Map::new(),
@@ -112,6 +119,35 @@ impl Summary {
     pub(super) fn count(&mut self, device: u16) {
         self.has_device(device);
         self.events[usize::from(device)] += 1;
+    }
+
+    /// Counts an event of an unknown action.
+    ///
+    /// # Errors
+    /// [`OverBudget`] when the budget is used up.
+    pub(super) fn count_unknown(&mut self, name: &str, claim: &mut Claim) -> Result<(), OverBudget> {
+        self.unknown_actions += 1;
+        let is_new = !self.unknown_names.iter().any(|other| other == name);
+        if is_new && self.unknown_names.len() < MOST_UNKNOWN && (1..=LONGEST_UNKNOWN).contains(&name.len()) {
+            claim.add(size_of::<String>() + name.len())?;
+            self.unknown_names.push(name.to_owned());
+        }
+        Ok(())
+    }
+
+    /// A sentence about the events of unknown actions, if there are some.
+    #[must_use]
+    pub fn unknown_events(&self) -> Option<String> {
+        let events = match self.unknown_actions {
+            0 => return None,
+            1 => "1 event of an action".to_owned(),
+            count => format!("{count} events of actions"),
+        };
+        let names = match &self.unknown_names[..] {
+            [] => String::new(),
+            names => format!(" ({})", names.join(", ")),
+        };
+        Some(format!("{events} that this version does not know{names}: left out, and with them what they changed"))
     }
 
     /// Segments after the last event; `None` if unknown.

@@ -112,8 +112,7 @@ impl Word {
 /// The fields of an event in a snapshot.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct RawEvent {
-    /// Its action; `None` for an unknown one.
-    pub(super) action: Option<Option<Action>>,
+    pub(super) action: Option<Action>,
     pub(super) addr: Option<u64>,
     pub(super) device_free: Option<u64>,
     pub(super) size: Option<u64>,
@@ -122,24 +121,25 @@ pub(super) struct RawEvent {
 }
 
 impl RawEvent {
-    /// The event; `None` for an unknown action.
+    /// The event.
     ///
     /// # Errors
     /// The name of a field that is missing or too large.
-    pub(super) fn event(&self, device: u16) -> Result<Option<Event>, &'static str> {
-        let Some(action) = self.action.ok_or("action")? else { return Ok(None) };
+    pub(super) fn event(&self, device: u16) -> Result<Event, &'static str> {
+        let action = self.action.ok_or("action")?;
         let addr = match action {
-            Action::Oom => self.device_free.or(self.addr).ok_or("device_free")?,
+            // 0 stands for unknown: a device without a free byte is as rare.
+            Action::Oom => self.device_free.or(self.addr).unwrap_or(0),
             _ => self.addr.ok_or("addr")?,
         };
-        Ok(Some(Event {
+        Ok(Event {
             action,
             device,
             addr,
             bytes: self.size.ok_or("size")?,
             stream: self.stream,
             time_ns: self.time_us.checked_mul(1000).ok_or("time_us below 2^64 ns")?,
-        }))
+        })
     }
 }
 

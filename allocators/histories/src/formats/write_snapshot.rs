@@ -174,8 +174,11 @@ impl SnapshotWriter {
         out.item()?.begin_dict()?;
         out.key("action")?.word(event.action.name())?;
         let addr = if event.action == Action::Oom { "device_free" } else { "addr" };
-        for (key, value) in [(addr, event.addr), ("size", event.bytes)] {
-            out.key(key)?.size(key, value)?;
+        out.key(addr)?.size(addr, event.addr)?;
+        match event.action {
+            // CAST: the same 64 bits; a program may request a negative number.
+            Action::Oom => out.key("size")?.int(event.bytes as i64)?,
+            _ => out.key("size")?.size("size", event.bytes)?,
         }
         // CAST: a handle's 64 bits; PyTorch writes them as signed.
         out.key("stream")?.int(event.stream as i64)?;

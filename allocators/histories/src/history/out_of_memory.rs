@@ -39,6 +39,33 @@ pub struct OutOfMemory {
     pub against_fragmentation: Option<String>,
 }
 
+/// Failed requests that no device could serve.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ImpossibleRequests {
+    /// Their number.
+    pub count: u64,
+    /// Number of the last one's event, from 1.
+    pub last_event: u64,
+    /// Its requested bytes.
+    pub last_bytes: u64,
+}
+
+impl fmt::Display for ImpossibleRequests {
+    /// One sentence.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { count, last_event, last_bytes } = *self;
+        match count {
+            1 => write!(f, "The request of event {last_event} failed")?,
+            _ => write!(f, "{count} requests failed, the last in event {last_event}")?,
+        }
+        write!(
+            f,
+            " because no GPU has {}: its size is wrong, such as a negative or overflowed number. It is left out here.",
+            Bytes(last_bytes)
+        )
+    }
+}
+
 /// Memory of an allocator.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Held {

@@ -1,6 +1,7 @@
 //! How the recorded allocator splits memory into segments and blocks.
 
 use crate::formats::{Segment, Summary};
+use crate::history::MAX_BYTES;
 use std::sync::Arc;
 use vramlab_policies::backends::CachingSettings;
 use vramlab_policies::contract::PoolKind;
@@ -49,10 +50,10 @@ impl Rules {
         Self { at_end: at_end.into(), ..rules }
     }
 
-    /// The size of the block for a request.
+    /// The size of the block for a request. No block has more than [`MAX_BYTES`]; such a request is not rounded.
     #[must_use]
     pub fn rounded(&self, bytes: u64) -> u64 {
-        self.size.map_or(bytes, |size| size.round(bytes))
+        self.size.filter(|_| bytes <= MAX_BYTES).map_or(bytes, |size| size.round(bytes))
     }
 
     /// Whether a rounded size belongs to the pool for small requests.

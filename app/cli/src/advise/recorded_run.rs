@@ -15,7 +15,7 @@ use std::path::Path;
 use vramlab::Bytes;
 use vramlab::histories::formats::Action;
 use vramlab::histories::memory::{LimitBound, PriorCache};
-use vramlab::histories::replay::OutOfMemory;
+use vramlab::histories::replay::{MAX_BYTES, OutOfMemory};
 use vramlab::policy::size::Size;
 
 /// Source of the memory limit under which settings are compared.
@@ -63,7 +63,8 @@ impl RecordedRun {
 
     /// Compiles a recording. Where the compiled trace shows a limit, the events are compiled again under that.
     pub(super) fn new(limit: Option<u64>, recording: &Recording, builder: TraceBuilder) -> Result<Self> {
-        let refused = recording.events.count(Action::Oom) > 0;
+        let refused = recording.events.count(Action::Oom) > 0
+            && recording.events.iter().any(|event| event.action == Action::Oom && event.bytes <= MAX_BYTES);
         // A program that reserved more than the limit ran under another one, if any.
         let peaks = builder.peaks(&recording.summary);
         let retries = if refused { None } else { Retries::of(recording) };
@@ -172,8 +173,15 @@ fn has_blocks_outside(recording: &Recording) -> bool {
 }
 
 impl fmt::Display for RecordedRun {
-    /// One or two sentences.
+    /// A few sentences.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.outcome(f)?;
+        self.trace.history.impossible_requests().map_or(Ok(()), |impossible| write!(f, " {impossible}"))
+    }
+}
+
+impl RecordedRun {
+    fn outcome(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Trace { history, recorded_peaks, least_reserved, .. } = &self.trace;
         let events = history.events();
         if let Some(last) = self.out_of_memory() {

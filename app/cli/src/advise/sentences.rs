@@ -470,6 +470,7 @@ pub(super) fn unknown(advice: &Advice) -> Vec<String> {
         let frees = counted(unknown.deferred_frees, "free");
         out.push(format!("{frees} waited for other streams; their completion depends on timing."));
     }
+    out.extend(unknown.events.as_ref().map(|events| format!("What other events changed: {events}.")));
     out.extend(advice.evidence.not_seen.iter().cloned());
     if advice.recorded.out_of_memory.is_some() {
         out.push("The program's behaviour after memory ran out.".to_owned());

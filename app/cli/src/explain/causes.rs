@@ -2,6 +2,7 @@
 
 use serde::Serialize;
 use vramlab::histories::memory::{Memory, Pool};
+use vramlab::histories::replay::MAX_BYTES;
 use vramlab::policy::size::torch::MIN_BLOCK;
 
 /// The reason why reserved memory did not serve a request.
@@ -29,10 +30,12 @@ pub(crate) enum Cause {
     /// A free block was large enough but unused, and the recording does not show why.
     #[serde(rename = "untold")]
     Unexplained,
+    /// No GPU has as much memory as was requested.
+    Impossible,
 }
 
 impl Cause {
-    pub(crate) const ALL: [Self; 9] = [
+    pub(crate) const ALL: [Self; 10] = [
         Self::Growth,
         Self::Pieces,
         Self::Rounding,
@@ -42,11 +45,15 @@ impl Cause {
         Self::Pending,
         Self::Elsewhere,
         Self::Unexplained,
+        Self::Impossible,
     ];
 
     /// The reason why this memory does not serve a request of `bytes` on `stream`. `completed`: frees completed since the
     /// request. O(pools).
     pub(super) fn new(memory: &Memory, bytes: u64, stream: u64, completed: bool, private_pools: bool) -> Self {
+        if bytes > MAX_BYTES {
+            return Self::Impossible;
+        }
         let rounded = memory.rules().rounded(bytes);
         let pool = memory.pool_of(stream, bytes);
         if let Some(free_block) = memory.smallest_hole_from(pool, rounded) {
@@ -86,6 +93,7 @@ impl Cause {
             Self::Pending => "freed, but the free is pending",
             Self::Elsewhere => "free only in a private pool",
             Self::Unexplained => "a free block fits; unused for an unknown reason",
+            Self::Impossible => "no GPU has as much memory",
         }
     }
 }

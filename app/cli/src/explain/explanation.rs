@@ -29,6 +29,8 @@ pub(crate) struct Explanation {
     pub(crate) streams: u64,
     /// Where the file was truncated, and what is missing.
     pub(crate) cut: Option<String>,
+    /// Events whose action is unknown, as of a later version of PyTorch: what they changed is missing here.
+    pub(crate) unknown_events: Option<String>,
     /// Known blocks that were allocated before recording started.
     pub(crate) blocks_before: u64,
     /// Known segments that were allocated before recording started.

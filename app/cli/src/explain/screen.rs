@@ -203,6 +203,7 @@ fn headline(explanation: &Explanation) -> Vec<String> {
         let events = counted(explanation.events, "event");
         out.push(format!("the file is truncated; this analysis covers its first {events}"));
     }
+    out.extend(explanation.unknown_events.clone());
     if explanation.blocks_before + explanation.segments_before > 0 && explanation.events > 0 {
         out.push(format!(
             "recording started late: {} and {} existed before it, or are inferred from the final snapshot",

@@ -12,6 +12,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use vramlab::budget::OverBudget;
 use vramlab::histories::formats::{Action, Origins, StackId};
 use vramlab::histories::memory::{BEFORE, Memory, RecordedEvent, Totals};
+use vramlab::histories::replay::MAX_BYTES;
 use vramlab::policy::size::torch::{LARGE_SEGMENT, SMALL_SEGMENT, segment_size};
 
 /// Points of the curves.
@@ -204,7 +205,8 @@ pub(super) fn survey<'r>(
                 add_release(view, explanation, &memory, (index, &event), &window);
                 explanation.refused += 1;
                 out.last_refused = Some(index);
-                let known = recording.reserved(memory.totals()).is_some();
+                // The size of an impossible request is its cause, whatever is reserved.
+                let known = event.bytes > MAX_BYTES || recording.reserved(memory.totals()).is_some();
                 let cause = known.then(|| cause(&memory, event.bytes, event.stream, window.completed, false));
                 push_last(&mut explanation.out_of_memory, refused(view, &memory, index, &event, cause));
             }
@@ -374,7 +376,7 @@ fn add_release(
     };
     let succeeded = event.action != Action::Oom;
     let settings = &view.recording.settings;
-    let over = settings.memory_limit.map(|limit| reserved + window.taken.max(event.bytes) > limit);
+    let over = settings.memory_limit.map(|limit| reserved.saturating_add(window.taken.max(event.bytes)) > limit);
     let kind = match over {
         _ if succeeded && window.taken == 0 => "empty_cache",
         Some(true) => "retry",
@@ -408,7 +410,7 @@ fn segment_bytes(recording: &Recording, memory: &Memory, bytes: u64) -> u64 {
     let rules = memory.rules();
     let rounded = rules.rounded(bytes);
     match () {
-        () if !recording.summary.format.is_snapshot() => rounded,
+        () if !recording.summary.format.is_snapshot() || bytes > MAX_BYTES => rounded,
         () if !is_expandable(recording) => segment_size(rounded),
         () if rules.is_small(rounded) => rounded.next_multiple_of(SMALL_SEGMENT),
         () => rounded.next_multiple_of(LARGE_SEGMENT),

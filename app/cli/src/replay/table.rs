@@ -45,6 +45,9 @@ impl Columns<'_> {
 
 /// Adds the last failed request of the recording, which shows why the program ended.
 fn refusal(row: &Row, page: &mut Page) {
+    if let Some(impossible) = row.impossible {
+        page.line(format!("{}: {impossible}", row.trace));
+    }
     let Some(last) = row.out_of_memory.last() else { return };
     page.title(format!("{}: {}", row.trace, last.to_string().lines().next().unwrap_or_default()));
     for line in last.to_string().lines().skip(1) {

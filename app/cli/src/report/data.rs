@@ -346,7 +346,8 @@ fn notes(source: &Source, served: bool) -> Vec<String> {
         out.push(note);
     }
     if source.unknown_actions > 0 {
-        out.push(format!("{} events with unknown actions are omitted.", source.unknown_actions));
+        let events = crate::words::counted(source.unknown_actions, "event");
+        out.push(format!("{events} with unknown actions: left out."));
     }
     out
 }

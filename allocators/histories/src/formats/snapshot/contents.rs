@@ -188,21 +188,39 @@ impl<'a, 'b> Assembly<'a, 'b> {
         };
         let mut raw = RawEvent::default();
         steps::count(pairs.len());
+        let is_of_unknown_action = match last_of(&pairs, Word::Action) {
+            Some(Value::Word(word)) => word.action().is_none(),
+            Some(Value::Text(_) | Value::LostText) => true,
+            _ => false,
+        };
+        if is_of_unknown_action {
+            // Of a later version of PyTorch, which alone knows its fields.
+            self.origin(&pairs)?;
+            let name = last_of(&pairs, Word::Action).and_then(|action| self.store.spelling(action));
+            let named = self.summary.count_unknown(name.unwrap_or_default(), &mut self.retained);
+            self.store.recycle(pairs);
+            return self.within(named);
+        }
+        let is_oom = last_of(&pairs, Word::Action) == Some(Value::Word(Word::Oom));
         for (key, value) in &pairs {
             let Value::Word(key) = key else { continue };
             let wrong = match key {
                 Word::Action => {
-                    raw.action = match value {
-                        Value::Word(word) => Some(word.action()),
-                        Value::Text(_) | Value::LostText => Some(None),
-                        _ => None,
-                    };
+                    raw.action = if let Value::Word(word) = value { word.action() } else { None };
                     raw.action.is_none()
                 }
-                Word::Addr => set(&mut raw.addr, *value),
+                // Absent or None where the device did not tell.
+                Word::DeviceFree | Word::Addr if *value == Value::None && is_oom => false,
                 Word::DeviceFree => set(&mut raw.device_free, *value),
+                Word::Addr => set(&mut raw.addr, *value),
+                // A failed request may be of any number, which PyTorch writes as a signed or an unsigned one.
+                Word::Size if is_oom => {
+                    raw.size = any_size(*value);
+                    raw.size.is_none()
+                }
                 Word::Size => set(&mut raw.size, *value),
                 Word::Stream => stream(*value).map(|stream| raw.stream = stream).is_none(),
+                Word::TimeUs if *value == Value::None => false,
                 Word::TimeUs => value.unsigned().map(|time| raw.time_us = time).is_none(),
                 _ => false,
             };
@@ -218,7 +236,7 @@ impl<'a, 'b> Assembly<'a, 'b> {
         let origin = self.origin(&pairs)?;
         self.store.recycle(pairs);
         match raw.event(device) {
-            Ok(Some(event)) => {
+            Ok(event) => {
                 self.summary.count(device);
                 if let Some(Value::Pair(first, second)) = pool.filter(|_| is_of_segment(event.action)) {
                     let named = SegmentPool {
@@ -230,10 +248,6 @@ impl<'a, 'b> Assembly<'a, 'b> {
                     self.within(stored)?;
                 }
                 self.receiver.take(event, origin)
-            }
-            Ok(None) => {
-                self.summary.unknown_actions += 1;
-                Ok(())
             }
             Err(field) => {
                 Err(self.content(format!("event {number} of device {device} has no '{field}'; the file is damaged")))
@@ -448,6 +462,11 @@ fn is_of_segment(action: Action) -> bool {
 fn set(field: &mut Option<u64>, value: Value) -> bool {
     *field = value.unsigned();
     field.is_none()
+}
+
+/// The size of a failed request, which may be negative.
+fn any_size(value: Value) -> Option<u64> {
+    if value == Value::Huge { Some(u64::MAX) } else { stream(value) }
 }
 
 /// Stream handles are pointers, which may be negative as signed integers.

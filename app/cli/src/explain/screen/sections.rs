@@ -12,6 +12,18 @@ use terminal::{Column, Page, duration};
 /// The reason for a refused request; a second sentence where a setting removes it.
 pub(super) fn refusal(explanation: &Explanation, last: &Refused) -> Vec<String> {
     let moment = &last.moment;
+    let before = match explanation.refused {
+        ..2 => String::new(),
+        count => format!("; {} before it", counted(count - 1, "refused request")),
+    };
+    if last.cause == Some(Cause::Impossible) {
+        let signed = last.asked_bytes.cast_signed();
+        let wrong = match signed {
+            ..0 => format!("the requested size is wrong, {signed} as a signed number"),
+            0.. => "the requested size is wrong, such as a negative or overflowed number in the program".to_owned(),
+        };
+        return vec![format!("no GPU has as much memory: {wrong}{before}")];
+    }
     let two_places = two_places(explanation, last);
     let mut out = reserved_when_refused(last, two_places.is_some())
         .unwrap_or_else(|| format!("{} active; reserved memory is unknown", size(moment.active_bytes)));
@@ -31,9 +43,7 @@ pub(super) fn refusal(explanation: &Explanation, last: &Refused) -> Vec<String> 
         (None, Some(free)) => out += &format!("; the GPU had {} free{}", size(free), below_segment(last, free)),
         (None, None) => {}
     }
-    if explanation.refused > 1 {
-        out += &format!("; {} before it", counted(explanation.refused - 1, "refused request"));
-    }
+    out += &before;
     std::iter::once(out).chain(two_places).collect()
 }
 

@@ -1,0 +1,119 @@
+//! Recordings of other versions of PyTorch and of programs that failed in unusual ways: what they lack is not made up.
+
+use crate::common::TestDir;
+use crate::common::story::{self, MIB, Story, explain, explain_json};
+use serde_json::{Value, json};
+
+/// The words of a screen, whatever its width.
+fn flat(text: &str) -> String {
+    text.split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+fn screen(dir: &TestDir, arguments: &[&str]) -> String {
+    flat(&dir.run(arguments).ok().stdout)
+}
+
+/// Two segments, one of them with a free block of 40 MiB at the end.
+fn two_segments() -> Story {
+    let mut story = Story::default();
+    for (at, bytes) in [(0, 100 * MIB), (200 * MIB, 40 * MIB)] {
+        story.segment(at, bytes, 0);
+        story.alloc(at, bytes, 0, json!([]));
+    }
+    story.free(200 * MIB, 40 * MIB, 0);
+    story
+}
+
+/// The story with a failed request of any size.
+fn failed(size: Value) -> Story {
+    let mut story = two_segments();
+    story.event("oom", 5 << 30, 0, 0, json!([]));
+    story.events.last_mut().unwrap()["size"] = size;
+    story
+}
+
+#[test]
+fn failed_request_of_an_impossible_size_is_named_and_left_out() {
+    let dir = TestDir::new();
+    for (size, bytes, words) in [
+        (json!(-1), u64::MAX, "-1 as a signed number"),
+        (json!(u64::MAX - 1023), u64::MAX - 1023, "-1024 as a signed number"),
+        (json!(1_u64 << 51), 1 << 51, "a negative or overflowed number in the program"),
+    ] {
+        let file = dir.write("snapshot.json", failed(size).text());
+        let text = flat(&explain(&dir, &[&file]).ok().stdout);
+        assert!(
+            text.contains("no GPU has as much memory: the requested size is wrong") && text.contains(words),
+            "{text}"
+        );
+        assert!(!text.contains("the GPU had") && !text.contains("process limit"), "{text}");
+        let last = &explain_json(&dir, &[&file])["out_of_memory"][0];
+        assert_eq!((&last["asked_bytes"], &last["cause"]), (&json!(bytes), &json!("impossible")));
+        let advice = screen(&dir, &["advise", &file]);
+        assert!(advice.contains("The request of event 7 failed because no GPU has"), "{advice}");
+        assert!(!advice.contains("Out of memory at") && !advice.contains("avoids"), "{advice}");
+        assert!(dir.run(&["advise", &file, "--json"]).ok().json()["lower_bound_bytes"].as_u64().unwrap() <= 140 * MIB);
+        let replay = screen(&dir, &["replay", &file, "--alloc", "caching", "--device", "null"]);
+        assert!(replay.contains("event 7 failed because no GPU has"), "{replay}");
+        for format in ["snapshot", "snapshot-json", "perfetto", "rmm"] {
+            dir.run(&["convert", &file, "--to", format, "--out", "converted", "--force"]).ok();
+        }
+    }
+    // Others count as before.
+    let mut story = failed(json!(60 * MIB));
+    story.event("oom", 5 << 30, u64::MAX, 0, json!([]));
+    let file = dir.write("snapshot.json", story.text());
+    let advice = screen(&dir, &["advise", &file]);
+    assert!(advice.contains("Out of memory at event 7 of 8: 60 MiB requested"), "{advice}");
+    // A block of such a size contradicts the device.
+    let mut story = two_segments();
+    story.alloc(0, 1 << 51, 0, json!([]));
+    let file = dir.write("snapshot.json", story.text());
+    assert!(explain(&dir, &[&file]).stderr.contains("no device has more than 256 TiB"));
+}
+
+#[test]
+fn events_of_later_versions_are_counted_and_named_once() {
+    let dir = TestDir::new();
+    let mut story = two_segments();
+    let known = dir.write("known.json", story.text());
+    // Only that version knows what their fields mean.
+    for (action, size) in
+        [("annotate_memory", json!(5)), ("annotate_memory", json!(-5)), ("capture_begin", Value::Null)]
+    {
+        story.event(action, story::BASE, 0, 0, json!([]));
+        story.events.last_mut().unwrap()["size"] = size;
+    }
+    let file = dir.write("snapshot.json", story.text());
+    let words = "3 events of actions that this version does not know (annotate_memory, capture_begin)";
+    for command in [&["explain", &file][..], &["advise", &file], &["convert", &file, "--to", "rmm", "--out", "rmm.csv"]]
+    {
+        let ran = dir.run(command).ok();
+        assert_eq!(flat(&ran.stderr).matches(words).count(), 1, "{}", ran.stderr);
+    }
+    for command in ["explain", "advise"] {
+        assert!(screen(&dir, &[command, &file]).contains(words));
+        assert!(!screen(&dir, &[command, &known]).contains("does not know"));
+    }
+    let [with, without] = [&file, &known].map(|file| explain_json(&dir, &[file]));
+    assert_eq!((&with["peak_reserved"], &with["end"]), (&without["peak_reserved"], &without["end"]));
+    assert_eq!(with["events"], 6);
+}
+
+#[test]
+fn free_memory_of_the_device_is_not_supposed_where_it_is_not_recorded() {
+    let dir = TestDir::new();
+    for free in [None, Some(Value::Null), Some(json!(0))] {
+        let mut story = failed(json!(60 * MIB));
+        let event = story.events.last_mut().unwrap().as_object_mut().unwrap();
+        event.remove("device_free");
+        event.extend(free.map(|free| ("device_free".to_owned(), free)));
+        let file = dir.write("snapshot.json", story.text());
+        let text = screen(&dir, &["explain", &file]);
+        assert!(text.contains("60 MiB requested") && !text.contains("the GPU had"), "{text}");
+        assert!(!text.contains("limit") && !text.contains("on the GPU"), "{text}");
+        assert_eq!(explain_json(&dir, &[&file])["out_of_memory"][0]["device_free_bytes"], Value::Null);
+        let advice = screen(&dir, &["advise", &file]);
+        assert!(!advice.contains("were free on the device"), "{advice}");
+    }
+}
