@@ -22,7 +22,7 @@ mod transient;
 use self::phases::phases;
 use crate::history::{Devices, adopted};
 use crate::reading::{ReadArgs, share_of};
-use crate::recording::{Recording, START, ranges};
+use crate::recording::{Recording, START};
 use anyhow::{Result, anyhow, bail};
 use checkpoints::Checkpoints;
 use clap::Args;
@@ -198,7 +198,7 @@ const REPETITIONS: usize = 4;
 /// Empty with fewer than four repetitions.
 fn repeated_annotation(recording: &Recording) -> Vec<usize> {
     let mut groups: BTreeMap<String, (u64, Vec<usize>)> = BTreeMap::new();
-    for range in ranges(&recording.origins, Some(recording.device)) {
+    for range in recording.ranges() {
         let index = recording.events.at_time(range.start_ns);
         if index >= recording.events.len() {
             continue;

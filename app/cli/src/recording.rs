@@ -31,7 +31,9 @@ pub(crate) struct Recording {
     pub(crate) initial: InitialState,
     /// Memory budget of the reading.
     pub(crate) budget: Budget,
-    /// Annotations of this GPU.
+    /// Whether its events have times.
+    timed: bool,
+    /// Annotations of this GPU; none if its events have no times.
     ranges: Vec<Range>,
     /// The innermost annotation from each time on.
     innermost: Vec<(u64, Option<usize>)>,
@@ -115,7 +117,8 @@ impl Recording {
         settings.memory_limit = limit.or(settings.memory_limit);
         let rules = Rules::new(&summary, device, &settings);
         let initial = InitialState::new(&events, &rules, &summary, &origins, device);
-        let ranges = ranges(&origins, Some(device));
+        let timed = has_times(&events, &summary);
+        let ranges = if timed { ranges(&origins, Some(device)) } else { Vec::new() };
         let recording = Self {
             path: path.to_owned(),
             events,
@@ -127,6 +130,7 @@ impl Recording {
             gpus,
             initial,
             budget,
+            timed,
             innermost: innermost(&ranges),
             ranges,
         };
@@ -184,12 +188,21 @@ impl Recording {
         index as u64 + 1
     }
 
-    /// Time of an event since the first; `None` in logs without times.
+    /// Time of an event since the first; `None` without [times](Self::is_timed).
     pub(crate) fn since_start(&self, index: usize) -> Option<u64> {
         let first = self.events.first()?.time_ns;
         let time = self.events.get(index)?.time_ns;
-        let timed = self.events.last().is_some_and(|last| last.time_ns > 0);
-        timed.then(|| time.saturating_sub(first))
+        self.timed.then(|| time.saturating_sub(first))
+    }
+
+    /// Whether the events have times: durations are unknown where times are missing or go backwards.
+    pub(crate) fn is_timed(&self) -> bool {
+        self.timed
+    }
+
+    /// Annotations of this GPU by start time; none without [times](Self::is_timed).
+    pub(crate) fn ranges(&self) -> &[Range] {
+        &self.ranges
     }
 
     /// The innermost annotation at an event.
@@ -249,6 +262,19 @@ fn builder(events: &Events, device: u16, budget: &Budget) -> Result<TraceBuilder
     let mut builder = TraceBuilder::begin(device, budget);
     events.iter().try_for_each(|recorded| builder.push(&event(device, &recorded), recorded.origin))?;
     Ok(builder)
+}
+
+/// Clocks of several processors differ by less.
+const JITTER_NS: u64 = 1_000_000;
+
+/// Whether events have times. Those of snapshots are since 1970, so that 0 is a missing one.
+fn has_times(events: &Events, summary: &Summary) -> bool {
+    let mut latest = 0;
+    let is_ordered = |event: RecordedEvent| {
+        latest = latest.max(event.time_ns);
+        event.time_ns.saturating_add(JITTER_NS) >= latest && (event.time_ns > 0 || !summary.format.is_snapshot())
+    };
+    events.last().is_some_and(|last| last.time_ns > 0) && events.iter().all(is_ordered)
 }
 
 /// A named time range of a program.

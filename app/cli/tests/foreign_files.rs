@@ -117,3 +117,48 @@ fn free_memory_of_the_device_is_not_supposed_where_it_is_not_recorded() {
         assert!(!advice.contains("were free on the device"), "{advice}");
     }
 }
+
+#[test]
+fn durations_are_unknown_where_times_are_missing_or_go_backwards() {
+    let dir = TestDir::new();
+    let mut story = two_segments();
+    story.annotate("forward", "START", 1);
+    story.annotate("forward", "END", 4);
+    let recorded = explain_json(&dir, &[&dir.write("snapshot.json", story.text())]);
+    assert_eq!(
+        (&recorded["peak_active"]["time_ns"], &recorded["timeline"][1]["time_ns"]),
+        (&json!(3000), &json!(1000))
+    );
+    let kept = |at: usize| json!(1000 + at);
+    let missing: [(&str, &dyn Fn(usize) -> Value); 5] = [
+        ("absent", &|_| json!("absent")),
+        ("none", &|_| Value::Null),
+        ("zero", &|_| json!(0)),
+        ("one missing", &|at| if at == 3 { json!(0) } else { kept(at) }),
+        ("backwards", &|at| json!(1_000_000 - 10_000 * at)),
+    ];
+    for (name, time) in missing {
+        let mut story =
+            Story { events: story.events.clone(), annotations: story.annotations.clone(), ..Story::default() };
+        for (at, event) in story.events.iter_mut().enumerate() {
+            event["time_us"] = time(at);
+            if event["time_us"] == "absent" {
+                event.as_object_mut().unwrap().remove("time_us");
+            }
+        }
+        let file = dir.write("snapshot.json", story.text());
+        let explanation = explain_json(&dir, &[&file]);
+        for moment in ["peak_active", "peak_reserved", "end"] {
+            assert_eq!(
+                (&explanation[moment]["time_ns"], &explanation[moment]["annotation"]),
+                (&Value::Null, &Value::Null)
+            );
+        }
+        let points = explanation["timeline"].as_array().unwrap();
+        assert!(points.iter().all(|point| point["time_ns"].is_null()), "{name}: {points:?}");
+        assert!(explanation["phases"].as_array().unwrap().iter().all(|phase| phase["time_ns"].is_null()), "{name}");
+        let text = screen(&dir, &["explain", &file]);
+        assert!(!text.contains(", after "), "{name}: {text}");
+        dir.run(&["report", &file, "-o", &format!("{name}.html")]).ok();
+    }
+}

@@ -89,6 +89,10 @@ pub(super) fn recorded_run(advice: &Advice) -> Vec<String> {
                 )
             }
             LimitSource::Recorded => format!("Memory limit: {limit} (recorded)."),
+            // The reserved bytes are no more than a part of what the device held.
+            LimitSource::OutOfMemory if advice.unknown.device_free_bytes.is_none() => format!(
+                "Inferred memory limit: {limit}, which was reserved; how much more was free is not recorded; override with --limit."
+            ),
             LimitSource::OutOfMemory => {
                 format!("Inferred memory limit: about {limit}; override with --limit.")
             }

@@ -122,7 +122,7 @@ pub(crate) struct PinnedHost {
 pub(crate) struct Moment {
     /// Number of the event among the GPU's events, from 1; 0 for the start of the recording.
     pub(crate) event: u64,
-    /// Since the first event; `null` in logs without times.
+    /// Since the first event; `null` where times are not recorded, or go backwards, and before the first event.
     pub(crate) time_ns: Option<u64>,
     /// `null` if unknown: the recording has no segments, or none of the live blocks'.
     pub(crate) reserved_bytes: Option<u64>,
@@ -382,7 +382,7 @@ pub(crate) struct KeepingBlock {
     pub(crate) pending: bool,
     /// Age in events; `null` if allocated before recording started.
     pub(crate) age_events: Option<u64>,
-    /// Age in nanoseconds.
+    /// Age in nanoseconds; `null` where times are not recorded.
     pub(crate) age_ns: Option<u64>,
 }
 
@@ -408,7 +408,8 @@ pub(crate) struct Retry {
 pub(crate) struct Point {
     /// Number of the event with the most active memory in the range.
     pub(crate) event: u64,
-    pub(crate) time_ns: u64,
+    /// Since the first event; `null` where times are not recorded, or go backwards.
+    pub(crate) time_ns: Option<u64>,
     /// `null` if unknown.
     pub(crate) reserved_bytes: Option<u64>,
     /// In active blocks; includes pending frees.

@@ -235,6 +235,9 @@ fn annotated_parts(recording: &Recording) -> Vec<Part> {
 /// Parts between the longest pauses; empty without events.
 fn parts_between_pauses(recording: &Recording) -> Vec<Part> {
     let Some((first, last)) = recording.events.first().zip(recording.events.last()) else { return Vec::new() };
+    if !recording.is_timed() {
+        return vec![Part::unnamed(0)];
+    }
     let long = (last.time_ns.saturating_sub(first.time_ns) / PAUSE_SHARE).max(LEAST_PAUSE_NS);
     let mut before = first.time_ns;
     let mut parts = vec![Part::unnamed(0)];

@@ -348,7 +348,7 @@ fn add_to_curve(timeline: &mut [Point], recording: &Recording, sample: &Sample) 
     if point.event == 0 || totals.active > point.active_bytes {
         *point = Point {
             event: recording.number(index),
-            time_ns: recording.since_start(index).unwrap_or(0),
+            time_ns: recording.since_start(index),
             reserved_bytes: reserved,
             active_bytes: totals.active,
             requested_bytes: totals.requested,

@@ -2,7 +2,7 @@
 
 use super::data::Columns;
 use crate::explain::lines::{Numbered, clipped, line_of, words};
-use crate::recording::{Range, Recording, ranges};
+use crate::recording::{Range, Recording};
 use serde::Serialize;
 use vramlab::Bytes;
 use vramlab::contract::BlockState;
@@ -36,7 +36,7 @@ impl Timeline {
     pub(super) fn new(recording: &Recording, origins: &mut OriginNumbers) -> Self {
         let mut out = Self::default();
         for (index, event) in recording.events.iter().enumerate() {
-            out.times_ns.push(event.time_ns);
+            out.times_ns.push(if recording.is_timed() { event.time_ns } else { 0 });
             out.streams.enter(event.stream);
             origins.enter(event.origin);
             if event.action == Action::Oom {
@@ -157,13 +157,13 @@ impl Stacks {
 pub(super) fn annotations(recording: &Recording, timeline: &Timeline) -> Vec<Mark> {
     // CAST: a replayable recording has fewer than 2^32 events.
     let event = |time_ns: u64| timeline.times_ns.partition_point(|time| *time < time_ns) as u32;
-    let mark = |Range { start_ns, end_ns, name }| Mark {
+    let mark = |&Range { start_ns, end_ns, name }: &Range| Mark {
         kind: "annotation",
         text: clipped(recording.origins.spelt(name)).into_owned(),
         start: event(start_ns),
         end: Some(event(end_ns.unwrap_or(u64::MAX))),
     };
-    let mut out: Vec<Mark> = ranges(&recording.origins, Some(recording.device)).into_iter().map(mark).collect();
+    let mut out: Vec<Mark> = recording.ranges().iter().map(mark).collect();
     out.sort_by_key(|mark| mark.start);
     out
 }
