@@ -340,7 +340,9 @@ fn describe_moments(
         }
         if index == scene {
             explanation.reserved = breakdown::breakdown(view, &memory, survey, index, at, explanation);
-            if let Some(last) = explanation.out_of_memory.last_mut().filter(|_| at == "out_of_memory") {
+            if let Some(last) = explanation.out_of_memory.last_mut().filter(|_| at == "out_of_memory")
+                && last.private_pool.is_none()
+            {
                 let pool = breakdown::pool_name(memory.pool_of(last.stream, last.asked_bytes));
                 let rows = explanation.reserved.streams.iter();
                 let private =

@@ -162,3 +162,54 @@ fn durations_are_unknown_where_times_are_missing_or_go_backwards() {
         dir.run(&["report", &file, "-o", &format!("{name}.html")]).ok();
     }
 }
+
+/// 60 MiB requested after 20 MiB in a private pool of 40 MiB; the default pool has a free block of 100 MiB on the other or the same stream.
+fn failed_in_private_pool(stream: u64) -> Story {
+    let mut story = Story::default();
+    story.segment(0, 100 * MIB, 0);
+    story.alloc(0, 100 * MIB, 0, json!([]));
+    story.free(0, 100 * MIB, 0);
+    story.segment(200 * MIB, 40 * MIB, stream);
+    story.alloc(200 * MIB, 20 * MIB, stream, json!([]));
+    story.event("oom", 10 * MIB, 60 * MIB, stream, json!([]));
+    story.held(0, 100 * MIB, json!([0, 0]));
+    story.held(200 * MIB, 40 * MIB, json!([0, 1]));
+    story.segments[1]["stream"] = json!(stream);
+    let [used, free] = [(0, "active_allocated"), (20 * MIB, "inactive")].map(|(at, state)| {
+        let address = story::BASE + 200 * MIB + at;
+        json!({"address": address, "size": 20 * MIB, "requested_size": 20 * MIB, "state": state, "frames": []})
+    });
+    story.segments[1]["blocks"] = json!([used, free]);
+    story
+}
+
+#[test]
+fn failed_request_of_a_private_pool_is_explained_by_that_pool() {
+    let dir = TestDir::new();
+    for stream in [0, 7] {
+        let file = dir.write("snapshot.json", failed_in_private_pool(stream).text());
+        let last = &explain_json(&dir, &[&file])["out_of_memory"][0];
+        assert_eq!((&last["private_pool"], &last["cause"]), (&json!("0.1"), &json!("private_pool")), "{last}");
+        assert_eq!((&last["free_bytes"], &last["largest_free_bytes"]), (&json!(20 * MIB), &json!(20 * MIB)));
+        let text = screen(&dir, &["explain", &file]);
+        let words = "20 MiB free in its private pool 0.1 (CUDA graph or MemPool, that of the last allocation on its stream), largest \
+                     free block 20 MiB: too little free in its private pool";
+        assert!(text.contains(words), "{text}");
+    }
+    // A request that the pool would have served was to the default one.
+    let mut story = failed_in_private_pool(0);
+    story.events[6]["size"] = json!(15 * MIB);
+    let file = dir.write("snapshot.json", story.text());
+    let last = &explain_json(&dir, &[&file])["out_of_memory"][0];
+    assert_eq!((&last["private_pool"], &last["private_free_bytes"]), (&Value::Null, &json!(20 * MIB)), "{last}");
+}
+
+#[test]
+fn largest_free_block_of_a_small_request_is_that_of_the_small_pool() {
+    let dir = TestDir::new();
+    let mut story = two_segments();
+    story.event("oom", 1024, MIB / 2, 0, json!([]));
+    let file = dir.write("snapshot.json", story.text());
+    assert_eq!(explain_json(&dir, &[&file])["out_of_memory"][0]["largest_free_bytes"], 0);
+    assert!(screen(&dir, &["explain", &file]).contains("0 B free in its stream and pool, largest free block 0 B"));
+}

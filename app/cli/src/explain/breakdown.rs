@@ -132,7 +132,7 @@ fn describe(
 }
 
 /// PyTorch's id of a memory pool.
-type PoolId = (u64, u64);
+pub(super) type PoolId = (u64, u64);
 
 /// The segments of private pools: start, end and pool of each.
 pub(super) struct PrivateSegments(BTreeMap<u64, (u64, PoolId)>);
@@ -161,9 +161,30 @@ impl PrivateSegments {
 
     /// Free bytes in those of them that have a stream and a size class.
     pub(super) fn free_bytes(&self, memory: &Memory, pool: Pool) -> u64 {
-        let segments = self.0.keys().filter_map(|start| Some((*start, memory.segments().get(start)?)));
+        self.free(memory, pool, |_| true).0
+    }
+
+    /// Free bytes and the largest free block of those that have a stream and a size class and belong to one private pool.
+    pub(super) fn free_in(&self, memory: &Memory, pool: Pool, id: PoolId) -> (u64, u64) {
+        self.free(memory, pool, |other| other == id)
+    }
+
+    fn free(&self, memory: &Memory, pool: Pool, is_meant: impl Fn(PoolId) -> bool) -> (u64, u64) {
+        let known = self.0.iter().filter(|(_, (_, id))| is_meant(*id));
+        let segments = known.filter_map(|(start, _)| Some((*start, memory.segments().get(start)?)));
         let alike = segments.filter(|(_, segment)| segment.pool() == pool);
-        alike.map(|(start, segment)| memory.contents(start, segment).free).sum()
+        let contents = alike.map(|(start, segment)| memory.contents(start, segment));
+        contents.fold((0, 0), |(free, largest), inside| (free + inside.free, largest.max(inside.largest_hole)))
+    }
+
+    /// The largest free block with a stream and a size class outside of them. O(n) in the blocks, if there are any.
+    pub(super) fn largest_outside(&self, memory: &Memory, pool: Pool) -> u64 {
+        if self.0.is_empty() {
+            return memory.largest_hole(pool);
+        }
+        let others =
+            memory.segments().iter().filter(|(start, segment)| segment.pool() == pool && self.pool(**start).is_none());
+        others.map(|(start, segment)| memory.contents(*start, segment).largest_hole).max().unwrap_or(0)
     }
 
     /// The private pool of the segment at an address.

@@ -32,10 +32,12 @@ pub(crate) enum Cause {
     Unexplained,
     /// No GPU has as much memory as was requested.
     Impossible,
+    /// The request was to a private pool, which had too little free; only other memory was large enough.
+    PrivatePool,
 }
 
 impl Cause {
-    pub(crate) const ALL: [Self; 10] = [
+    pub(crate) const ALL: [Self; 11] = [
         Self::Growth,
         Self::Pieces,
         Self::Rounding,
@@ -46,6 +48,7 @@ impl Cause {
         Self::Elsewhere,
         Self::Unexplained,
         Self::Impossible,
+        Self::PrivatePool,
     ];
 
     /// The reason why this memory does not serve a request of `bytes` on `stream`. `completed`: frees completed since the
@@ -81,6 +84,20 @@ impl Cause {
         if elsewhere.any(|pool| memory.largest_hole(pool) >= rounded) { Self::Stream } else { Self::Growth }
     }
 
+    /// The reason why a private pool, of which these bytes and this largest block are free, does not serve a request. O(pools).
+    pub(super) fn in_private_pool(memory: &Memory, bytes: u64, (free, largest): (u64, u64)) -> Self {
+        if bytes > MAX_BYTES {
+            return Self::Impossible;
+        }
+        let rounded = memory.rules().rounded(bytes);
+        match () {
+            () if largest >= rounded => Self::Unexplained,
+            () if free >= rounded => Self::Pieces,
+            () if memory.pools().any(|pool| memory.largest_hole(pool) >= rounded) => Self::PrivatePool,
+            () => Self::Growth,
+        }
+    }
+
     /// The cause in a few words, for a table.
     pub(crate) fn words(self) -> &'static str {
         match self {
@@ -94,6 +111,7 @@ impl Cause {
             Self::Elsewhere => "free only in a private pool",
             Self::Unexplained => "a free block fits; unused for an unknown reason",
             Self::Impossible => "no GPU has as much memory",
+            Self::PrivatePool => "too little free in its private pool, which no other memory serves",
         }
     }
 }

@@ -151,8 +151,13 @@ pub(crate) struct Refused {
     pub(crate) device_free_bytes: Option<u64>,
     /// The reason why free memory did not serve the request; `null` if reserved memory is unknown.
     pub(crate) cause: Option<Cause>,
+    /// The private pool (CUDA graph, MemPool) of the request, such as `0.1`: that of the last allocation on its stream, if the
+    /// recording names pools. `null` for the default pool.
+    pub(crate) private_pool: Option<String>,
     /// All free bytes in the request's stream and pool; `null` if reserved memory is unknown.
     pub(crate) free_bytes: Option<u64>,
+    /// Largest free block in the request's stream and pool, without private pools of others; `null` if `free_bytes` is.
+    pub(crate) largest_free_bytes: Option<u64>,
     /// Part of `free_bytes` in private pools (CUDA graphs, MemPools), if the recording names them; only of the last refused request.
     pub(crate) private_free_bytes: u64,
     #[serde(flatten)]

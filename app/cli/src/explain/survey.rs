@@ -1,6 +1,6 @@
 //! One pass over a recording: peaks, cache misses, cache releases and deferred frees.
 
-use super::breakdown::PrivateSegments;
+use super::breakdown::{PoolId, PrivateSegments};
 use super::causes::Cause;
 use super::checkpoints::{Checkpoints, MOST, Peaks};
 use super::explanation::{Explanation, LargestHole, Point, Refused, Retry, Shape};
@@ -124,20 +124,24 @@ pub(super) fn survey<'r>(
     let releases = Releases::of(recording);
     let private_pools = has_private_pools(recording);
     let private = PrivateSegments::new(recording, count.checked_sub(1).unwrap_or(START));
-    let cause = |memory: &Memory, bytes, stream, completed, in_pool: bool| {
+    let cause = |memory: &Memory, bytes, stream, completed, in_pool: Option<PoolId>| {
         let pool = memory.pool_of(stream, bytes);
+        if let Some(id) = in_pool {
+            return Cause::in_private_pool(memory, bytes, private.free_in(memory, pool, id));
+        }
         match Cause::new(memory, bytes, stream, completed, private_pools) {
             // Free memory of private pools serves only their own requests.
             Cause::Pieces
-                if !in_pool
-                    && memory.free_bytes(pool).saturating_sub(private.free_bytes(memory, pool))
-                        < memory.rules().rounded(bytes) =>
+                if memory.free_bytes(pool).saturating_sub(private.free_bytes(memory, pool))
+                    < memory.rules().rounded(bytes) =>
             {
                 Cause::Growth
             }
             cause => cause,
         }
     };
+    // The pool of each stream's last allocation: PyTorch does not record that of a failed request.
+    let mut last_pool: HashMap<u64, Option<PoolId>> = HashMap::new();
     let mut streams: BTreeSet<u64> = memory.segments().values().map(|segment| segment.stream).collect();
     streams.extend(memory.blocks().values().map(|block| block.stream));
     for (index, event, immediate) in recording.events.walk(0) {
@@ -151,7 +155,7 @@ pub(super) fn survey<'r>(
         let of_call = by.is_some() && window.by_call;
         if is_of_segments(event.action) && !window.probed && !of_call {
             let cause = next_request(recording, index).map(|RecordedEvent { bytes, stream, .. }| {
-                cause(&memory, bytes, stream, window.completed, private.pool(event.addr).is_some())
+                cause(&memory, bytes, stream, window.completed, private.pool(event.addr))
             });
             // A request with a fitting free block releases nothing, so a call preceded it.
             window.by_call |= by == Some(By::Unknown) && cause == Some(Cause::Unexplained);
@@ -182,6 +186,9 @@ pub(super) fn survey<'r>(
             Action::Alloc if event.bytes > 0 => {
                 explanation.allocations += 1;
                 out.last_request.insert(event.stream, (index, explanation.allocations));
+                if private_pools {
+                    last_pool.insert(event.stream, private.pool(event.addr));
+                }
                 *requests.entry((event.bytes, event.origin.stack)).or_default() += 1;
                 let window = std::mem::take(&mut window);
                 if let Some((cause, _)) = window.request.filter(|_| window.taken > 0) {
@@ -206,9 +213,14 @@ pub(super) fn survey<'r>(
                 explanation.refused += 1;
                 out.last_refused = Some(index);
                 // The size of an impossible request is its cause, whatever is reserved.
+                let (pool, rounded) = (memory.pool_of(event.stream, event.bytes), memory.rules().rounded(event.bytes));
+                // A pool with a block for the request would have served it.
+                let in_pool = last_pool.get(&event.stream).copied().flatten();
+                let in_pool = in_pool.filter(|id| private.free_in(&memory, pool, *id).1 < rounded);
                 let known = event.bytes > MAX_BYTES || recording.reserved(memory.totals()).is_some();
-                let cause = known.then(|| cause(&memory, event.bytes, event.stream, window.completed, false));
-                push_last(&mut explanation.out_of_memory, refused(view, &memory, index, &event, cause));
+                let cause = known.then(|| cause(&memory, event.bytes, event.stream, window.completed, in_pool));
+                let request = Request { index, event: &event, cause, in_pool };
+                push_last(&mut explanation.out_of_memory, refused(view, &memory, &private, &request));
             }
             Action::FreeCompleted => {}
             _ => explanation.num_releases += u64::from(std::mem::take(&mut window).released > 0),
@@ -417,15 +429,32 @@ fn segment_bytes(recording: &Recording, memory: &Memory, bytes: u64) -> u64 {
     }
 }
 
-fn refused(view: &mut View<'_>, memory: &Memory, index: usize, event: &RecordedEvent, cause: Option<Cause>) -> Refused {
+/// A failed request.
+struct Request<'a> {
+    index: usize,
+    event: &'a RecordedEvent,
+    cause: Option<Cause>,
+    /// Its private pool.
+    in_pool: Option<PoolId>,
+}
+
+fn refused(view: &mut View<'_>, memory: &Memory, private: &PrivateSegments, request: &Request<'_>) -> Refused {
+    let Request { index, event, cause, in_pool } = *request;
     let moment = moment(view, memory, index);
+    let pool = memory.pool_of(event.stream, event.bytes);
+    let (free, largest) = match in_pool {
+        Some(id) => private.free_in(memory, pool, id),
+        None => (memory.free_bytes(pool), private.largest_outside(memory, pool)),
+    };
     Refused {
         asked_bytes: event.bytes,
         segment_bytes: segment_bytes(view.recording, memory, event.bytes),
         stream: event.stream,
         device_free_bytes: Some(event.addr).filter(|free| *free > 0),
         cause,
-        free_bytes: moment.reserved_bytes.map(|_| memory.free_bytes(memory.pool_of(event.stream, event.bytes))),
+        private_pool: in_pool.map(|(major, minor)| format!("{major}.{minor}")),
+        free_bytes: moment.reserved_bytes.map(|_| free),
+        largest_free_bytes: moment.reserved_bytes.map(|_| largest),
         private_free_bytes: 0,
         moment,
     }

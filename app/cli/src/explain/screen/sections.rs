@@ -50,7 +50,7 @@ pub(super) fn refusal(explanation: &Explanation, last: &Refused) -> Vec<String> 
 /// Reserved memory when a request was refused, and why it did not serve it; `None` if unknown.
 fn reserved_when_refused(last: &Refused, two_places: bool) -> Option<String> {
     let moment = &last.moment;
-    let (reserved, free, largest) = (moment.reserved_bytes?, last.free_bytes?, moment.largest_hole_bytes?);
+    let (reserved, free, largest) = (moment.reserved_bytes?, last.free_bytes?, last.largest_free_bytes?);
     let cause = match last.cause? {
         _ if two_places => "neither place alone was enough",
         Cause::Pieces if free.saturating_sub(last.private_free_bytes) < last.asked_bytes => Cause::Growth.words(),
@@ -61,8 +61,12 @@ fn reserved_when_refused(last: &Refused, two_places: bool) -> Option<String> {
         bytes => format!(" ({} of it in private pools, which serve only their own requests)", size(bytes)),
     };
     let known = if moment.active_bytes > reserved { " in the segments that the recording shows" } else { "" };
+    let pool = match &last.private_pool {
+        Some(id) => format!("private pool {id} (CUDA graph or MemPool, that of the last allocation on its stream)"),
+        None => "stream and pool".to_owned(),
+    };
     Some(format!(
-        "{} reserved{known}, {} active; {} free in its stream and pool{private}, largest free block {}: {cause}",
+        "{} reserved{known}, {} active; {} free in its {pool}{private}, largest free block {}: {cause}",
         size(reserved),
         size(moment.active_bytes),
         size(free),
