@@ -109,6 +109,8 @@ struct Advice {
     released: Option<Released>,
     /// The advice in one word.
     verdict: Verdict,
+    /// Why no setting can be shown to avoid the recorded out-of-memory; `null` where the replay of the current settings has it.
+    not_reproduced: Option<String>,
     /// Saving of the first setting, in percent of the recorded peak; 0 if the settings are kept. `null` where the recording does not
     /// show it, and where memory runs out.
     saving_percent: Option<f64>,
@@ -199,7 +201,8 @@ enum Verdict {
     Change,
     /// The current settings are as good as any, or nearly.
     Keep,
-    /// More was reserved before recording started than the first setting needs afterwards; its earlier demand is unknown.
+    /// More was reserved before recording started than the first setting needs afterwards; its earlier demand is unknown. Or memory
+    /// ran out in the recording and not in the replay of the current settings (`not_reproduced`).
     #[serde(rename = "not-said")]
     Inconclusive,
     /// Memory runs out under every setting, or the limit is exceeded.
@@ -411,8 +414,10 @@ fn advice(file: &Path, run: &RecordedRun, request: &Request, all: bool, recordin
         true => saving.is_some() || evidence.before.reserved_bytes == 0,
         false => evidence.reaches(first.outcome.peak_reserved_bytes),
     };
+    let not_reproduced = not_reproduced(run, &replayed);
     let verdict = match runs {
         None => Verdict::OutOfMemory,
+        Some(_) if not_reproduced.is_some() => Verdict::Inconclusive,
         Some(first) if same(first) => Verdict::Keep,
         Some(first) if !conclusive(first) => Verdict::Inconclusive,
         Some(first)
@@ -449,6 +454,7 @@ fn advice(file: &Path, run: &RecordedRun, request: &Request, all: bool, recordin
         limit_source: run.limit.map(|(_, source)| source),
         released: run.retries.map(|Retries { count, most, .. }| Released { times: count, limit_most_bytes: most }),
         verdict,
+        not_reproduced,
         saving_percent: saving,
         evidence,
         needed_bytes: settings.iter().filter_map(|setting| setting.smallest_memory_bytes).min(),
@@ -481,6 +487,19 @@ fn advice(file: &Path, run: &RecordedRun, request: &Request, all: bool, recordin
         given: !request.confs.is_empty(),
         limit_text: request.limit_text.clone(),
         of_pytorch: recording.summary.format.is_snapshot(),
+    })
+}
+
+/// Why no setting can be shown to avoid the recorded out-of-memory: the replay under the recorded settings does not have it. In more
+/// memory that was asked for it need not.
+fn not_reproduced(run: &RecordedRun, replayed: &Outcome<Of>) -> Option<String> {
+    let is_recorded = run.limit.is_none_or(|(_, source)| source != LimitSource::Given);
+    (is_recorded && run.out_of_memory().is_some() && replayed.runs()).then(|| {
+        let within = run.limit.map_or("without a limit".to_owned(), |(limit, _)| format!("within {}", Bytes(limit)));
+        format!(
+            "memory ran out in the recording, but the replay of the current settings {within} does not run out, so it cannot show \
+             which setting avoids that"
+        )
     })
 }
 

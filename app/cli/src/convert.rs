@@ -6,7 +6,7 @@
 use crate::explain::lines::{line_of, words};
 use crate::gpus::{Gpus, Tallies};
 use crate::history::{Devices, PYTORCH, Trace, TraceBuilder, adopted, is_as_recorded, no_events};
-use crate::reading::{FromEvents, ReadArgs, warn_of_missing};
+use crate::reading::{FromEvents, ReadArgs, warn_of_cut};
 use crate::recording::{Range, ranges};
 use crate::words::counted;
 use anyhow::{Context, Result, anyhow, bail};
@@ -64,7 +64,7 @@ pub(crate) fn convert(args: &ConvertArgs) -> Result<()> {
     let mut tally = Tally::default();
     let summary = write(args, out, bar.reading(file), &mut tally)?;
     bar.clear();
-    warn_of_missing(&args.from, &summary);
+    warn_of_cut(&args.from, &summary);
     let mut page = Page::stdout();
     page.line(tally.line(args, &summary));
     let out = quoted(&args.out.to_string_lossy());
@@ -342,7 +342,10 @@ impl Tally {
             omitted.push(format!("{} of blocks from before recording started", self.passed_over));
         }
         if summary.unknown_actions > 0 {
-            omitted.push(format!("{} of unknown actions", summary.unknown_actions));
+            omitted.push(match &summary.unknown_names[..] {
+                [] => format!("{} of unknown actions", summary.unknown_actions),
+                names => format!("{} of unknown actions ({})", summary.unknown_actions, names.join(", ")),
+            });
         }
         let annotations = summary.external_annotations.saturating_sub(self.ranges);
         if annotations > 0 && !matches!(args.to, Export::Snapshot | Export::SnapshotJson) {

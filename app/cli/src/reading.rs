@@ -119,12 +119,20 @@ fn other_command(path: &Path, error: ReadError) -> Error {
     anyhow!("{}: {kind} and not a recording; use: {next}", path.display())
 }
 
-/// Warns once for each file that was cut short, or has events of unknown actions.
-pub(crate) fn warn_of_missing(path: &Path, summary: &Summary) {
-    // Some commands read a file more than once.
+/// Warns once for each file that was cut short.
+pub(crate) fn warn_of_cut(path: &Path, summary: &Summary) {
+    warn_once(path, summary.cut.map(|cut| cut.to_string()));
+}
+
+/// As [`warn_of_cut`], and of events of unknown actions.
+fn warn_of_missing(path: &Path, summary: &Summary) {
+    warn_once(path, summary.cut.map(|cut| cut.to_string()).into_iter().chain(summary.unknown_events()));
+}
+
+/// Warns of a file. Some commands read a file more than once.
+fn warn_once(path: &Path, warnings: impl IntoIterator<Item = String>) {
     static WARNED: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
-    let warnings = [summary.cut.map(|cut| cut.to_string()), summary.unknown_events()];
-    let mut warnings = warnings.into_iter().flatten().peekable();
+    let mut warnings = warnings.into_iter().peekable();
     if warnings.peek().is_some() && WARNED.lock().unwrap_or_else(PoisonError::into_inner).insert(path.to_owned()) {
         warnings.for_each(|warning| terminal::say(&format!("warning: {}: {warning}", path.display())));
     }

@@ -278,7 +278,7 @@ fn a_snapshot_without_events_keeps_its_segments() {
     let text = two_gpus().replace("\"action\":\"alloc\"", "\"action\":\"unheard_of\"");
     let from = dir.file("held.json", text);
     let line = convert(&dir, &from, "snapshot", "held.pickle", &[]).line();
-    assert!(line.contains("0 events of 0 GPUs; omitted: 3 of unknown actions"), "{line}");
+    assert!(line.contains("0 events of 0 GPUs; omitted: 3 of unknown actions (unheard_of)"), "{line}");
     assert_eq!(read_all(&dir.at("held.pickle")).1.segments.len(), 2);
     convert(&dir, &from, "perfetto", "held.perfetto", &[]).refused(2, &["the file has no events"]);
 }

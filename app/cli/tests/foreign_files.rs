@@ -86,11 +86,12 @@ fn events_of_later_versions_are_counted_and_named_once() {
     }
     let file = dir.write("snapshot.json", story.text());
     let words = "3 events of actions that this version does not know (annotate_memory, capture_begin)";
-    for command in [&["explain", &file][..], &["advise", &file], &["convert", &file, "--to", "rmm", "--out", "rmm.csv"]]
-    {
-        let ran = dir.run(command).ok();
+    for command in ["explain", "advise"] {
+        let ran = dir.run(&[command, &file]).ok();
         assert_eq!(flat(&ran.stderr).matches(words).count(), 1, "{}", ran.stderr);
     }
+    let converted = screen(&dir, &["convert", &file, "--to", "rmm", "--out", "rmm.csv"]);
+    assert!(converted.contains("3 of unknown actions (annotate_memory, capture_begin)"), "{converted}");
     for command in ["explain", "advise"] {
         assert!(screen(&dir, &[command, &file]).contains(words));
         assert!(!screen(&dir, &[command, &known]).contains("does not know"));
@@ -212,4 +213,54 @@ fn largest_free_block_of_a_small_request_is_that_of_the_small_pool() {
     let file = dir.write("snapshot.json", story.text());
     assert_eq!(explain_json(&dir, &[&file])["out_of_memory"][0]["largest_free_bytes"], 0);
     assert!(screen(&dir, &["explain", &file]).contains("0 B free in its stream and pool, largest free block 0 B"));
+}
+
+/// Four segments of which half is free, and a failed request of these bytes.
+fn fragmented(bytes: u64) -> Story {
+    let mut story = Story::default();
+    let half = |at: u64, state: &str| json!({"address": at, "size": 20 * MIB, "requested_size": 20 * MIB, "state": state, "frames": []});
+    for at in (0..400 * MIB).step_by(100 << 20) {
+        story.segment(at, 40 * MIB, 0);
+        story.alloc(at, 20 * MIB, 0, json!([]));
+        story.alloc(at + 20 * MIB, 20 * MIB, 0, json!([]));
+        story.held(at, 40 * MIB, json!([0, 0]));
+        let (first, second) = (story::BASE + at, story::BASE + at + 20 * MIB);
+        story.segments.last_mut().unwrap()["blocks"] =
+            json!([half(first, "inactive"), half(second, "active_allocated")]);
+        story.segments.last_mut().unwrap()["segment_type"] = json!("large");
+    }
+    (0..400 * MIB).step_by(100 << 20).for_each(|at| story.free(at, 20 * MIB, 0));
+    story.event("oom", 3 * MIB, bytes, 0, json!([]));
+    story
+}
+
+#[test]
+fn advice_after_an_out_of_memory_says_whether_a_setting_is_shown_to_avoid_it() {
+    let dir = TestDir::new();
+    let none = dir.write("none.json", fragmented(90 * MIB).text());
+    let ran = dir.run(&["advise", &none]);
+    let text = flat(&ran.stdout);
+    assert!(text.contains("No setting avoids the out-of-memory"), "{text}");
+    assert!(!text.contains("export ") && !text.contains("unset "), "{text}");
+    // A free block would have served the request, and the recording does not show why it did not.
+    let mut story = two_segments();
+    story.event("oom", 5 * MIB, 30 * MIB, 0, json!([]));
+    story.held(200 * MIB, 40 * MIB, json!([0, 0]));
+    story.held(0, 100 * MIB, json!([0, 0]));
+    story.segments[1]["blocks"][0]["state"] = json!("active_allocated");
+    let file = dir.write("snapshot.json", story.text());
+    let text = screen(&dir, &["advise", &file]);
+    assert!(
+        text.contains(
+            "Inconclusive: memory ran out in the recording, but the replay of the current settings within 145 MiB"
+        ),
+        "{text}"
+    );
+    assert!(!text.contains("Keep the current settings"), "{text}");
+    let advice = dir.run(&["advise", &file, "--json"]).ok().json();
+    assert_eq!(advice["verdict"], "not-said");
+    assert!(advice["not_reproduced"].as_str().unwrap().contains("does not run out"), "{advice}");
+    // More memory than the program had was asked for.
+    let text = screen(&dir, &["advise", &file, "--limit", "10GiB"]);
+    assert!(text.contains("In this memory the replay of the current settings does not run out"), "{text}");
 }

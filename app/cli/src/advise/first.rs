@@ -119,6 +119,9 @@ fn sentence(advice: &Advice) -> String {
             format!("{} reserves {reserved}{recorded}{less}{more}", first.export)
         }
         Verdict::Keep => lower(kept(advice).unwrap_or_default()),
+        Verdict::Inconclusive if advice.not_reproduced.is_some() => {
+            format!("inconclusive: {}", advice.not_reproduced.as_deref().unwrap_or_default())
+        }
         Verdict::Inconclusive => {
             let gain = kept(advice).map_or(String::new(), |kept| format!("; {}", lower(kept)));
             format!("inconclusive: the recording starts too late; raise --events{gain}")

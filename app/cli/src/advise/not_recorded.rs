@@ -56,6 +56,7 @@ fn advice(file: &Path, recording: &Recording, limit: Option<u64>) -> Result<Valu
         "limit_source": limit.map(|(_, source)| source),
         "released": null,
         "verdict": Verdict::NotRecorded,
+        "not_reproduced": null,
         "saving_percent": null,
         "evidence": null,
         "torch": null,
@@ -84,6 +85,7 @@ fn advice(file: &Path, recording: &Recording, limit: Option<u64>) -> Result<Valu
             "undetermined_blocks": null,
             "device_free_bytes": null,
             "limit": null,
+            "events": recording.summary.unknown_events(),
         },
     });
     if let (Value::Object(out), Value::Object(gpus)) = (&mut out, serde_json::to_value(&recording.gpus)?) {

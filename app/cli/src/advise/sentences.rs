@@ -161,6 +161,9 @@ fn settings_to_change(advice: &Advice, page: &mut Page) {
             paragraph(page, "The first setting reserves less than that replay, but not less than the recorded run.");
         }
     }
+    if recorded.out_of_memory.is_some() && now.runs() && advice.not_reproduced.is_none() {
+        paragraph(page, "In this memory the replay of the current settings does not run out. Peaks are compared:");
+    }
     match advice.verdict {
         Verdict::OutOfMemory => {
             let needed = advice.needed_bytes.map_or("more".to_owned(), at_least);
@@ -170,6 +173,11 @@ fn settings_to_change(advice: &Advice, page: &mut Page) {
             );
         }
         Verdict::Keep => paragraph(page, keep(advice, first, tried) + ":"),
+        Verdict::Inconclusive if advice.not_reproduced.is_some() => {
+            let why = advice.not_reproduced.as_deref().unwrap_or_default();
+            paragraph(page, format!("Inconclusive: {why}. Pass the memory that the program had with --limit."));
+            paragraph(page, "Lowest peak reserved within the recording:");
+        }
         Verdict::Inconclusive => {
             let why = advice.evidence.inconclusive(first.outcome.peak_reserved_bytes);
             match advice.of_pytorch {
@@ -191,7 +199,11 @@ fn settings_to_change(advice: &Advice, page: &mut Page) {
         let current = advice.settings.iter().find(|setting| setting.conf().acts_as(&recorded.conf)).unwrap_or(first);
         detail(page, outlook(current, None));
     } else {
-        exported(first, page);
+        match advice.verdict {
+            // Not a line to copy: memory runs out under it as well.
+            Verdict::OutOfMemory => paragraph(page, first.conf().shown()),
+            _ => exported(first, page),
+        }
         detail(page, outlook(first, saving_words(advice, advice.saving_percent)));
         if let Some(obstacle) = &advice.obstacle {
             paragraph(page, format!("{obstacle}: use the setting below without expandable segments."));
@@ -273,6 +285,7 @@ pub(super) fn kept(advice: &Advice) -> Option<String> {
     let first = advice.settings.first()?;
     match advice.verdict {
         Verdict::Keep => Some(keep(advice, first, advice.settings.len() + advice.also_tried.len())),
+        Verdict::Inconclusive if advice.not_reproduced.is_some() => None,
         Verdict::Inconclusive => {
             let gain = most_to_gain(advice.recorded.peak_reserved_bytes?, advice.bounds.lower_bound_bytes)?;
             Some(format!("Within the recording no setting saves more than {gain:.1} %: keep the current settings"))

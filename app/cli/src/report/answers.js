@@ -69,6 +69,10 @@ const drawVerdict = (parent, about) => {
     return;
   }
   const needed = best.smallest_memory_bytes, minimum = needed ? "; minimum memory " + formatAtLeast(needed) : "";
+  if (advice.not_reproduced) {
+    line.append(`Inconclusive: ${advice.not_reproduced}.`);
+    return;
+  }
   if (advice.verdict === "not-said") {
     line.append("Inconclusive: more memory was reserved before recording started than the best setting needs afterwards, ");
     make("code", line, {}, best.conf || "PyTorch's defaults");
