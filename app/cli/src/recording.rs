@@ -113,6 +113,9 @@ impl Recording {
         if ending.flat_map(|segment| &segment.blocks).any(|block| block.state == BlockState::PendingFree) {
             events.waits_at_end();
         }
+        if summary.cut.is_some() {
+            events.breaks_off();
+        }
         let mut settings = recorded_settings(&summary.allocator_settings).with_context(file)?;
         settings.memory_limit = limit.or(settings.memory_limit);
         let rules = Rules::new(&summary, device, &settings);

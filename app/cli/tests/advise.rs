@@ -68,7 +68,7 @@ fn advise_names_the_setting_that_avoids_out_of_memory() {
         "Inferred memory limit: about 88 MiB; override with --limit.",
         "current settings: out of memory with peak reserved 48 MiB, minimum memory 96 MiB;",
         "Peak requested: 66 MiB;",
-        "The program's behaviour after memory ran out.",
+        "The program's behaviour if memory had not run out.",
         "40 MiB were free on the device.",
         "Next: ",
     ];

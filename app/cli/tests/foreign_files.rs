@@ -264,3 +264,68 @@ fn advice_after_an_out_of_memory_says_whether_a_setting_is_shown_to_avoid_it() {
     let text = screen(&dir, &["advise", &file, "--limit", "10GiB"]);
     assert!(text.contains("In this memory the replay of the current settings does not run out"), "{text}");
 }
+
+#[test]
+fn line_of_an_earlier_event_is_named_as_such() {
+    let dir = TestDir::new();
+    let mut story = Story::default();
+    story.segment(0, 100 * MIB, 0);
+    story.alloc(0, 100 * MIB, 0, json!([story::script(3, "load")]));
+    story.event("oom", 5 * MIB, 60 * MIB, 0, json!([]));
+    story.alloc(100 * MIB, 1024, 0, json!([story::script(9, "recover")]));
+    let file = dir.write("snapshot.json", story.text());
+    let text = screen(&dir, &["explain", &file]);
+    assert!(
+        text.contains("out of memory at event 3, after 2.00 us, last recorded line proj/train.py:3 load"),
+        "{text}"
+    );
+    assert!(text.contains("the recording continues for 1 event"), "{text}");
+    let explanation = explain_json(&dir, &[&file]);
+    assert_eq!(
+        (&explanation["out_of_memory"][0]["nearby"], &explanation["end"]["nearby"]),
+        (&json!(true), &json!(false))
+    );
+    story.events[2]["frames"] = json!([story::script(4, "step")]);
+    let text = screen(&dir, &["explain", &dir.write("snapshot.json", story.text())]);
+    assert!(text.contains("at proj/train.py:4 step: 60 MiB requested"), "{text}");
+}
+
+#[test]
+fn segments_without_requests_are_reserved_memory() {
+    let dir = TestDir::new();
+    let mut story = Story::default();
+    story.segment(0, 100 * MIB, 0);
+    story.segment(200 * MIB, 20 * MIB, 0);
+    let file = dir.write("snapshot.json", story.text());
+    assert_eq!(explain_json(&dir, &[&file])["peak_reserved"]["reserved_bytes"], 120 * MIB);
+    assert!(screen(&dir, &["explain", &file]).contains("peak reserved 120 MiB, peak active 0 B"));
+}
+
+#[test]
+fn frees_without_their_completion_are_counted_apart() {
+    let dir = TestDir::new();
+    let mut story = Story::default();
+    // The ring buffer lost the request of the first free.
+    story.event("free_completed", story::BASE + 60 * MIB, 8 * MIB, 0, json!([]));
+    story.segment(0, 40 * MIB, 0);
+    story.alloc(0, 20 * MIB, 0, json!([]));
+    story.alloc(20 * MIB, 20 * MIB, 0, json!([]));
+    story.event("free_requested", story::BASE, 20 * MIB, 0, json!([]));
+    story.event("free_requested", story::BASE + 20 * MIB, 20 * MIB, 0, json!([]));
+    let whole = story.text();
+    let file = dir.write("snapshot.json", &whole);
+    let pending = &explain_json(&dir, &[&file])["reserved"]["pending"];
+    assert_eq!((&pending["deferred_frees"], &pending["unfinished_frees"]), (&json!(2), &json!(2)), "{pending}");
+    assert_eq!(pending["streams"][0]["longest_events"], 1);
+    let text = screen(&dir, &["explain", &file]);
+    assert!(
+        text.contains("2 frees did not complete when requested") && text.contains("none of them completed"),
+        "{text}"
+    );
+    assert!(screen(&dir, &["advise", &file]).contains("2 frees did not complete when requested"));
+    // Cut after the last event, whose completion is missing.
+    let at = whole.rfind("}],").or_else(|| whole.rfind("}]]")).unwrap();
+    let file = dir.write("cut.json", &whole[..=at]);
+    let pending = &explain_json(&dir, &[&file])["reserved"]["pending"];
+    assert_eq!(pending["deferred_frees"], 1, "{pending}");
+}

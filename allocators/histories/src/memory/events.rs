@@ -33,6 +33,8 @@ pub struct Events {
     counts: [usize; Action::ALL.len()],
     /// Whether frees were pending at the end.
     waits_at_end: bool,
+    /// Whether events are missing after the last.
+    breaks_off: bool,
     claim: Claim,
 }
 
@@ -67,6 +69,7 @@ impl Events {
             last: [0; Action::ALL.len()],
             counts: [0; Action::ALL.len()],
             waits_at_end: false,
+            breaks_off: false,
             claim: budget.claim(),
         }
     }
@@ -95,6 +98,11 @@ impl Events {
     /// because they were not recorded.
     pub fn waits_at_end(&mut self) {
         self.waits_at_end = true;
+    }
+
+    /// Declares that events are missing after the last one. If that requests a free, its completion is among them.
+    pub fn breaks_off(&mut self) {
+        self.breaks_off = true;
     }
 
     fn number(&mut self, kind: Kind) -> Result<u32, OverBudget> {
@@ -175,7 +183,7 @@ impl Events {
                 && next.is_some_and(|next| next.action == Action::FreeCompleted && next.addr == event.addr);
             let first = index == 0 && event.action == Action::FreeCompleted;
             let complete = match event.action {
-                Action::FreeRequested => !completions,
+                Action::FreeRequested => !completions || self.breaks_off && next.is_none(),
                 Action::FreeCompleted => first || !requests,
                 _ => false,
             };

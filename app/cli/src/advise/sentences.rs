@@ -481,12 +481,15 @@ pub(super) fn unknown(advice: &Advice) -> Vec<String> {
     let unknown = &advice.unknown;
     if unknown.deferred_frees > 0 {
         let frees = counted(unknown.deferred_frees, "free");
-        out.push(format!("{frees} waited for other streams; their completion depends on timing."));
+        out.push(match advice.streams {
+            ..2 => format!("{frees} did not complete when requested; the recording of one stream does not show why."),
+            _ => format!("{frees} waited for other streams; their completion depends on timing."),
+        });
     }
     out.extend(unknown.events.as_ref().map(|events| format!("What other events changed: {events}.")));
     out.extend(advice.evidence.not_seen.iter().cloned());
     if advice.recorded.out_of_memory.is_some() {
-        out.push("The program's behaviour after memory ran out.".to_owned());
+        out.push("The program's behaviour if memory had not run out.".to_owned());
     }
     out.push(match unknown.device_free_bytes {
         Some(free) => {

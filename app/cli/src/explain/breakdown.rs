@@ -363,6 +363,7 @@ fn pending(view: &mut View<'_>, survey: &Survey) -> Pending {
     let (event, peak_bytes) = survey.pending_peak;
     Pending {
         deferred_frees: streams.iter().map(|row| row.deferred_frees).sum(),
+        unfinished_frees: survey.waits.values().map(|waits| waits.unfinished).sum(),
         peak_bytes,
         peak_event: if peak_bytes > 0 && event != START { view.recording.number(event) } else { 0 },
         streams,

@@ -138,6 +138,8 @@ pub(crate) struct Moment {
     pub(crate) annotation: Option<String>,
     /// Last recorded line of the user's code.
     pub(crate) line: Option<String>,
+    /// Whether the event itself has no frames; `line` is then that of an earlier event.
+    pub(crate) nearby: bool,
 }
 
 /// A refused request.
@@ -333,6 +335,8 @@ pub(crate) struct Stranded {
 #[derive(Clone, Debug, Default, Serialize)]
 pub(crate) struct Pending {
     pub(crate) deferred_frees: u64,
+    /// Part of `deferred_frees` that had not completed by the end of the recording.
+    pub(crate) unfinished_frees: u64,
     /// Peak pending bytes.
     pub(crate) peak_bytes: u64,
     /// Event of that peak.
@@ -354,7 +358,7 @@ pub(crate) struct PendingStream {
     pub(crate) deferred_frees: u64,
     /// Peak pending bytes.
     pub(crate) peak_bytes: u64,
-    /// Longest wait in events.
+    /// Longest wait in events; that of a free that had not completed ends with the recording.
     pub(crate) longest_events: u64,
     /// The line that allocated most of these bytes.
     pub(crate) line: Option<String>,

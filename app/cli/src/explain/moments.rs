@@ -55,6 +55,7 @@ pub(super) fn describe(view: &mut View<'_>, sample: &Sample) -> Moment {
         largest_hole_bytes: reserved.map(|_| largest_hole),
         annotation: recording.annotation(index).map(str::to_owned),
         line: if near.is_empty() { None } else { view.lines.line_of(near) },
+        nearby: !near.is_empty() && recording.events.get(index).is_none_or(|event| event.origin.stack.is_empty()),
     }
 }
 

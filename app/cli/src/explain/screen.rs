@@ -46,7 +46,8 @@ pub(crate) fn when(moment: &Moment) -> String {
         out += &format!(", in {annotation}");
     }
     if let Some(line) = &moment.line {
-        out += &format!(", at {line}");
+        // Of an event without frames the line is that of an earlier one.
+        out += &format!(", {} {line}", if moment.nearby { "last recorded line" } else { "at" });
     }
     out
 }

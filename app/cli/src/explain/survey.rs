@@ -66,6 +66,8 @@ pub(super) struct Waits {
     now: u64,
     pub(super) peak: u64,
     pub(super) longest: u64,
+    /// Frees that had not completed by the end.
+    pub(super) unfinished: u64,
     /// Bytes by the stack of the allocation.
     pub(super) stacks: HashMap<StackId, u64>,
 }
@@ -243,6 +245,11 @@ pub(super) fn survey<'r>(
             explanation.timeline.push(Point::default());
         }
         add_to_curve(&mut explanation.timeline, recording, &sample);
+    }
+    out.end_waits(&memory, count);
+    // Segments that no recorded request uses count at the end.
+    if let Some(index) = count.checked_sub(1) {
+        out.add_near_peak(Level { index, reserved: memory.totals().reserved, active: memory.totals().active });
     }
     explanation.num_releases += u64::from(window.released > 0);
     explanation.streams = streams.len() as u64;
@@ -527,6 +534,17 @@ impl Survey {
         waits.peak = waits.peak.max(waits.now);
         let stack = if block.origin.stack.is_empty() { block.near } else { block.origin.stack };
         *waits.stacks.entry(stack).or_default() += block.bytes;
+    }
+
+    /// Counts the frees that have not completed after all `events`.
+    fn end_waits(&mut self, memory: &Memory, events: usize) {
+        for block in memory.blocks().values() {
+            let Some(since) = block.pending.filter(|since| *since != BEFORE) else { continue };
+            let waits = self.waits.entry(block.stream).or_default();
+            waits.unfinished += 1;
+            // CAST: a number of events.
+            waits.longest = waits.longest.max((events as u64).saturating_sub(1 + u64::from(since)));
+        }
     }
 
     fn end_wait(&mut self, memory: &Memory, event: &RecordedEvent, number: u32) {

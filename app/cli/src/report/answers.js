@@ -159,7 +159,7 @@ const drawExplanation = (parent, explanation, way) => {
     return button;
   };
   const when = (moment) => [moment.event > 0 ? "event " + formatCount(moment.event) : "before recording started", moment.time_ns === null ? "" : "after " + formatTime(moment.time_ns),
-    moment.annotation ? "in " + moment.annotation : "", moment.line ? "at " + moment.line : ""].filter((text) => text).join(", ");
+    moment.annotation ? "in " + moment.annotation : "", moment.line ? (moment.nearby ? "last recorded line " : "at ") + moment.line : ""].filter((text) => text).join(", ");
   const cause = new Map(explanation.sentences.causes), title = (text) => make("h4", parent, {}, text);
   const lineOf = (row) => inWords((row.nearby ? "~ " : "") + withCode(row.line, row.code) + (row.inside ? " › " + row.inside : ""));
   listed(parent, explanation.sentences.headline);

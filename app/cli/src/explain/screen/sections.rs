@@ -12,10 +12,13 @@ use terminal::{Column, Page, duration};
 /// The reason for a refused request; a second sentence where a setting removes it.
 pub(super) fn refusal(explanation: &Explanation, last: &Refused) -> Vec<String> {
     let moment = &last.moment;
-    let before = match explanation.refused {
+    let mut before = match explanation.refused {
         ..2 => String::new(),
         count => format!("; {} before it", counted(count - 1, "refused request")),
     };
+    if let following @ 1.. = explanation.events.saturating_sub(moment.event) {
+        before += &format!("; the recording continues for {}", counted(following, "event"));
+    }
     if last.cause == Some(Cause::Impossible) {
         let signed = last.asked_bytes.cast_signed();
         let wrong = match signed {
@@ -258,13 +261,18 @@ pub(super) fn pending(explanation: &Explanation) -> Vec<String> {
         "{} {}; peak pending {} (event {})",
         counted(pending.deferred_frees, "free"),
         if explanation.streams < 2 {
-            "completed later than requested (the reason is unknown: only one stream is recorded)"
+            "did not complete when requested (the reason is unknown: only one stream is recorded)"
         } else {
             "waited for other streams (record_stream)"
         },
         size(pending.peak_bytes),
         grouped(pending.peak_event)
     )];
+    match pending.unfinished_frees {
+        0 => {}
+        all if all == pending.deferred_frees => out.push("none of them completed within the recording".to_owned()),
+        some => out.push(format!("{some} of them had not completed by the end of the recording")),
+    }
     let active = explanation.peak_active.active_bytes;
     let mut text =
         format!("peak active {} ({} without deferred frees)", size(active), size(pending.peak_active_instant_bytes));
