@@ -329,3 +329,42 @@ fn frees_without_their_completion_are_counted_apart() {
     let pending = &explain_json(&dir, &[&file])["reserved"]["pending"];
     assert_eq!(pending["deferred_frees"], 1, "{pending}");
 }
+
+/// The story as PyTorch 2.0 wrote it: without times, settings and requested sizes.
+fn of_an_early_version(mut story: Story) -> Value {
+    for event in &mut story.events {
+        event.as_object_mut().unwrap().remove("time_us");
+    }
+    let block = |size: u64, state: &str| json!({"size": size, "state": state, "history": []});
+    let segment = |at: u64, size: u64, state: &str| {
+        json!({"device": 0, "address": story::BASE + at, "total_size": size, "allocated_size": 0, "active_size": 0, "stream": 0,
+               "segment_type": "large", "blocks": [block(size, state)]})
+    };
+    let segments = [segment(0, 100 * MIB, "active_allocated"), segment(200 * MIB, 40 * MIB, "inactive")];
+    json!({"segments": segments, "device_traces": [story.events]})
+}
+
+#[test]
+fn snapshots_of_early_versions_show_their_peak() {
+    let dir = TestDir::new();
+    let mut snapshot = of_an_early_version(two_segments());
+    let file = dir.write("snapshot.json", snapshot.to_string());
+    let advice = dir.run(&["advise", &file, "--json"]).ok().json();
+    let recorded = &advice["recorded"];
+    assert_eq!(
+        (&recorded["peak_reserved_bytes"], &recorded["peak_requested_bytes"]),
+        (&json!(140 * MIB), &json!(140 * MIB))
+    );
+    assert!(screen(&dir, &["advise", &file]).contains("Peak reserved: 140 MiB, 0.0 % above peak requested"));
+    // Without the key of the events there are none.
+    snapshot.as_object_mut().unwrap().remove("device_traces");
+    let file = dir.write("held.json", snapshot.to_string());
+    assert!(
+        screen(&dir, &["explain", &file]).contains("100 MiB (71.4 %) active in 1 block when the snapshot was taken")
+    );
+    // Edited files have times as floats.
+    let mut story = two_segments();
+    story.events.iter_mut().for_each(|event| event["time_us"] = json!(event["time_us"].as_f64().unwrap()));
+    let explanation = explain_json(&dir, &[&dir.write("floats.json", story.text())]);
+    assert_eq!(explanation["peak_active"]["time_ns"], 3000);
+}

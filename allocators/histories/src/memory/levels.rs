@@ -1,7 +1,7 @@
 //! Reserved and requested bytes from the events alone: sums relative to an unknown start, which only the end shows.
 
 use super::limit::{Collections, LimitBound};
-use crate::formats::{Action, Event, Summary};
+use crate::formats::{Action, Event, Segment, Summary};
 use vramlab_policies::backends::CachingSettings;
 
 /// A sum relative to an unknown start.
@@ -29,6 +29,11 @@ impl Level {
         Some(i128::from(end) - self.now).filter(|start| start + self.lowest >= 0)
     }
 
+    /// The lowest possible start.
+    fn least_start(self) -> i128 {
+        -self.lowest
+    }
+
     /// The peak of a sum that started at `start`.
     fn peak(self, start: i128) -> u64 {
         u64::try_from(start + self.highest).unwrap_or(0)
@@ -51,7 +56,7 @@ pub struct Levels {
 pub struct Peaks {
     /// Peak of reserved bytes.
     pub reserved: u64,
-    /// Peak of requested bytes in active blocks.
+    /// Peak of requested bytes in active blocks; where the end has no requested sizes, the least possible.
     pub requested: u64,
     /// Segments allocated and released.
     pub segments: (u64, u64),
@@ -108,7 +113,14 @@ impl Levels {
         let ending = summary.ending()?;
         let of_gpu = || ending.iter().filter(|segment| self.gpu.is_none_or(|gpu| gpu == segment.device));
         let reserved = self.reserved.start(of_gpu().map(|segment| segment.total_size).sum())?;
-        let requested = self.requested.start(of_gpu().map(|segment| segment.requested_size()).sum())?;
+        let sum = |of: fn(&Segment) -> u64| of_gpu().map(of).fold(0, u64::saturating_add);
+        let requested = match (sum(Segment::requested_size), sum(Segment::active_size)) {
+            // PyTorch before 2.1 has no requested sizes at the end: the least that was requested before the first event.
+            (0, active @ 1..) => {
+                Some(self.requested.least_start()).filter(|start| start + self.requested.now <= i128::from(active))?
+            }
+            (requested, _) => self.requested.start(requested)?,
+        };
         let peaks = Peaks {
             reserved: self.reserved.peak(reserved),
             requested: self.requested.peak(requested),

@@ -220,8 +220,7 @@ impl<'a, 'b> Assembly<'a, 'b> {
                 }
                 Word::Size => set(&mut raw.size, *value),
                 Word::Stream => stream(*value).map(|stream| raw.stream = stream).is_none(),
-                Word::TimeUs if *value == Value::None => false,
-                Word::TimeUs => value.unsigned().map(|time| raw.time_us = time).is_none(),
+                Word::TimeUs => time_us(*value).map(|time| raw.time_us = time).is_none(),
                 _ => false,
             };
             if wrong {
@@ -428,6 +427,9 @@ impl<'a, 'b> Assembly<'a, 'b> {
                 }
             }
         }
+        if !traced && !self.summary.segments.is_empty() {
+            return self.finish_list();
+        }
         if !traced {
             return Err(self.content("the snapshot has no 'device_traces'; it is not a snapshot, or was edited"));
         }
@@ -462,6 +464,16 @@ fn is_of_segment(action: Action) -> bool {
 fn set(field: &mut Option<u64>, value: Value) -> bool {
     *field = value.unsigned();
     field.is_none()
+}
+
+/// A time; 0 where it is not recorded. Programs that edit snapshots write numbers as floats.
+fn time_us(value: Value) -> Option<u64> {
+    match value {
+        Value::None | Value::Int(..0) => Some(0),
+        // CAST: saturates; microseconds since 1970 are below 2^53.
+        Value::Float(time) => Some(time as u64),
+        value => value.unsigned(),
+    }
 }
 
 /// The size of a failed request, which may be negative.
