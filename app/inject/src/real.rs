@@ -1,6 +1,7 @@
 //! The real driver: found by its path, since its name leads here, and opened when the program first calls a function of it.
 
 use crate::forward::{Entry, HERE, NAMES, SLOTS, at, is_written};
+use crate::guard::uncancelled;
 use crate::settings;
 use std::collections::HashMap;
 use std::ffi::{CStr, CString, c_void};
@@ -110,9 +111,9 @@ pub(crate) fn has(number: usize) -> bool {
 }
 
 /// Called by trampolines whose slot is empty.
-pub(crate) extern "C" fn bind(number: u32) -> *const () {
+pub(crate) extern "C-unwind" fn bind(number: u32) -> *const () {
     // CAST: a number of an entry point.
-    std::panic::catch_unwind(|| address(number as usize)).unwrap_or(not_found as *const ())
+    uncancelled(|| std::panic::catch_unwind(|| address(number as usize)).unwrap_or(not_found as *const ()))
 }
 
 /// Our function in place of one of the driver's, by the latter's address: this is how answers of `cuGetProcAddress` are replaced.

@@ -1,25 +1,16 @@
 //! The record of this process's memory calls: a file in shared memory, which is complete however the process ends
 //! ([`calls`](vramlab_histories::calls)).
 
+mod map;
+
 use crate::settings;
+use map::Map;
 use std::collections::BTreeMap;
-use std::fs::{File, OpenOptions};
-use std::os::fd::AsRawFd;
-use std::os::unix::fs::OpenOptionsExt;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
-use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32};
 use std::sync::{Mutex, Once, PoisonError};
-use vramlab_histories::calls::{COUNT, COUNTERS, CallRecord, Counter, HEADER, MAGIC, WORDS, behind_line};
+use vramlab_histories::calls::{COUNT, COUNTERS, CallRecord, Counter, HEADER, WORDS, behind_line};
 
-/// Bytes of a record.
-const RECORD: u64 = 64;
-/// Most records of a process. The file takes room as it fills.
-const MOST: u64 = 1 << 26;
-/// Records for which room is made at a time.
-const CHUNK: u64 = 1 << 14;
-
-/// The file of notes; null until the first.
-static NOTES: AtomicPtr<Mutex<File>> = AtomicPtr::new(std::ptr::null_mut());
 /// Names of what calls waited behind, with their numbers.
 static BEHIND: Mutex<BTreeMap<String, u16>> = Mutex::new(BTreeMap::new());
 /// Whether `BEHIND` is this process's.
@@ -27,37 +18,11 @@ static BEHIND_KNOWN: AtomicBool = AtomicBool::new(false);
 /// The last queued work when its name was last looked up, and the number of that name.
 static BEHIND_LAST: Mutex<(u64, u16)> = Mutex::new((u64::MAX, 0));
 
-/// Writes a line into the notes.
-pub(crate) fn note(line: &str) {
-    use std::io::Write;
-    let mut file = NOTES.load(Acquire);
-    if file.is_null() {
-        let Some(folder) = &settings::get().record else { return };
-        let path = folder.join(format!("calls-{}.txt", std::process::id()));
-        let Ok(opened) = OpenOptions::new().append(true).create(true).mode(0o600).open(path) else { return };
-        let new = Box::into_raw(Box::new(Mutex::new(opened)));
-        // Of two threads, one opens it in vain.
-        file = match NOTES.compare_exchange(file, new, AcqRel, Acquire) {
-            Ok(_) => new,
-            Err(other) => other,
-        };
+/// Writes lines into the notes.
+pub(crate) fn note(lines: &str) {
+    if let Some(map) = map() {
+        map.note(lines);
     }
-    // SAFETY: opened above and never closed.
-    let mut file = unsafe { &*file }.lock().unwrap_or_else(PoisonError::into_inner);
-    let length = file.metadata().map_or(u64::MAX, |file| file.len());
-    // CAST: a length in memory. A file above the limit would end the program by a signal.
-    if length.saturating_add(line.len() as u64) <= size_limit() {
-        // A full disk costs the note.
-        let _ = file.write_all(line.as_bytes());
-    }
-}
-
-/// The limit on the sizes of files, in bytes.
-fn size_limit() -> u64 {
-    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-    // SAFETY: the structure is live.
-    unsafe { libc::getrlimit(libc::RLIMIT_FSIZE, &raw mut limit) };
-    limit.rlim_cur
 }
 
 /// The number of what was queued last, for a call that waited for it; 0 if that has no name.
@@ -97,16 +62,6 @@ pub(crate) fn behind() -> u16 {
 pub(crate) fn forget_behind() {
     crate::streams::LAST.store(0, Release);
     *BEHIND_LAST.lock().unwrap_or_else(PoisonError::into_inner) = (u64::MAX, 0);
-}
-
-/// The file, mapped.
-struct Map {
-    words: *const AtomicU64,
-    /// Records that fit at most.
-    most: u64,
-    /// Records for which the file has room.
-    room: AtomicU64,
-    file: Mutex<File>,
 }
 
 /// The file of this process, once one is open. Never unmapped.
@@ -161,7 +116,6 @@ pub(crate) fn process() -> u32 {
 extern "C" fn forget() {
     // The parent's locks may be held by threads that the child does not have.
     PROCESS.fetch_add(1, Relaxed);
-    NOTES.store(std::ptr::null_mut(), Release);
     crate::stacks::forget();
     BEHIND_KNOWN.store(false, Release);
     MAP.store(std::ptr::null_mut(), Release);
@@ -192,10 +146,13 @@ fn open() -> Option<&'static Map> {
     FORKS.call_once(|| _ = unsafe { libc::pthread_atfork(None, None, Some(forget)) });
     let folder = settings::get().record.as_ref();
     let opened = folder.and_then(|folder| {
-        let path = folder.join(format!("calls-{}.bin", std::process::id()));
-        make(&path)
-            .inspect_err(|error| settings::say(&format!("calls are not recorded: {}: {error}", path.display())))
-            .ok()
+        let said = |error: &std::io::Error| {
+            // A process that outlives `vramlab run` finds no folder any more, which is no fault.
+            if error.kind() != std::io::ErrorKind::NotFound {
+                settings::say(&format!("calls are not recorded: {}: {error}", folder.display()));
+            }
+        };
+        Map::make(folder).inspect_err(said).ok()
     });
     if let Some(map) = opened {
         MAP.store(Box::into_raw(Box::new(map)), Release);
@@ -203,97 +160,6 @@ fn open() -> Option<&'static Map> {
     TRIED.store(true, Release);
     // SAFETY: as in `map`.
     unsafe { MAP.load(Acquire).as_ref() }
-}
-
-fn make(path: &std::path::Path) -> std::io::Result<Map> {
-    // CAST: the header is a page. A file above the limit would end the program by a signal.
-    let mut most = MOST.min(size_limit().saturating_sub(HEADER as u64) / RECORD);
-    if most == 0 {
-        return Err(std::io::Error::other("the limit on file sizes (ulimit -f) leaves no room"));
-    }
-    let file = OpenOptions::new().read(true).write(true).create(true).truncate(true).mode(0o600).open(path)?;
-    let access = libc::PROT_READ | libc::PROT_WRITE;
-    let flags = libc::MAP_SHARED | libc::MAP_NORESERVE;
-    let at = loop {
-        let bytes = HEADER as u64 + most * RECORD;
-        file.set_len(bytes)?;
-        let length = usize::try_from(bytes).map_err(std::io::Error::other)?;
-        // SAFETY: a new mapping of a file that is as long, at an address of the system's choice.
-        let at = unsafe { libc::mmap(std::ptr::null_mut(), length, access, flags, file.as_raw_fd(), 0) };
-        if at != libc::MAP_FAILED {
-            break at;
-        }
-        // A limit on addresses (ulimit -v) leaves room for a shorter record.
-        let error = std::io::Error::last_os_error();
-        if error.raw_os_error() != Some(libc::ENOMEM) || most <= CHUNK {
-            return Err(error);
-        }
-        most = CHUNK.max(most / 8);
-    };
-    make_room(&file, 0, HEADER as u64)?;
-    let map = Map { words: at.cast(), most, room: AtomicU64::new(0), file: Mutex::new(file) };
-    map.word(1).store(u64::from(std::process::id()), Relaxed);
-    map.word(2).store(clock(libc::CLOCK_REALTIME).wrapping_sub(now()), Relaxed);
-    map.word(0).store(MAGIC, Release);
-    Ok(map)
-}
-
-/// Makes room in the file, since a full disk would otherwise end the program by a signal.
-fn make_room(file: &File, at: u64, bytes: u64) -> std::io::Result<()> {
-    let (at, bytes) = (at.cast_signed(), bytes.cast_signed());
-    loop {
-        // SAFETY: the descriptor is open.
-        if unsafe { libc::fallocate(file.as_raw_fd(), 0, at, bytes) } == 0 {
-            return Ok(());
-        }
-        let error = std::io::Error::last_os_error();
-        match error.raw_os_error() {
-            // A signal of the program came meanwhile.
-            Some(libc::EINTR) => {}
-            // A file system that cannot say so before.
-            Some(libc::EOPNOTSUPP) => return Ok(()),
-            _ => return Err(error),
-        }
-    }
-}
-
-impl Map {
-    fn word(&self, at: usize) -> &AtomicU64 {
-        // SAFETY: callers name words of the header, or of a record for which there is room. Mapped for ever, aligned as a page is,
-        // and never accessed but as atomics.
-        unsafe { &*self.words.add(at) }
-    }
-
-    /// Takes the pages of new room in one call, which costs less than a fault for each page in the program's calls.
-    fn populate(&self, at: u64, bytes: u64) {
-        let range = usize::try_from(at).ok().zip(usize::try_from(bytes).ok());
-        let Some((at, bytes)) = range else { return };
-        // SAFETY: the mapping is longer than the file's room, and the advice changes no contents. A kernel that does not know it (before
-        // 5.14) refuses, and the pages come one by one.
-        unsafe { libc::madvise(self.words.cast::<u8>().add(at).cast_mut().cast(), bytes, libc::MADV_POPULATE_WRITE) };
-    }
-
-    /// Whether the file has room for this record.
-    fn has_room(&self, record: u64) -> bool {
-        if record < self.room.load(Acquire) {
-            return true;
-        }
-        if record >= self.most {
-            return false;
-        }
-        let file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
-        while record >= self.room.load(Acquire) {
-            let from = self.room.load(Acquire);
-            let count = CHUNK.min(self.most - from);
-            let (at, bytes) = (HEADER as u64 + from * RECORD, count * RECORD);
-            if make_room(&file, at, bytes).is_err() {
-                return false;
-            }
-            self.populate(at, bytes);
-            self.room.store(from + count, Release);
-        }
-        true
-    }
 }
 
 /// Whether calls are recorded.

@@ -228,8 +228,7 @@ fn is_served_by_shim() -> bool {
         }
         0
     }
-    let shim = std::env::var_os("VRAMLAB_ALLOC").is_some_and(|name| !name.is_empty());
-    if !shim || settings::get().torch {
+    if !settings::get().shim || settings::get().torch {
         return false;
     }
     let mut found = false;

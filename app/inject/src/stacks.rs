@@ -202,20 +202,23 @@ fn number(frames: &[usize]) -> u32 {
     if known.stacks.len() >= MOST {
         return NO_STACK;
     }
-    let numbers: Vec<u32> = frames.iter().map(|address| frame(&mut known.frames, *address)).collect();
+    // Written in one piece, as the file is opened for each.
+    let mut lines = String::new();
+    let numbers: Vec<u32> = frames.iter().map(|address| frame(&mut known.frames, *address, &mut lines)).collect();
     let number = u32::try_from(known.stacks.len() + 1).unwrap_or(NO_STACK);
     known.stacks.insert(frames.into(), number);
-    record::note(&stack_line(number, &numbers));
+    lines += &stack_line(number, &numbers);
+    record::note(&lines);
     number
 }
 
-/// The number of a return address, which is written if it is new.
-fn frame(frames: &mut HashMap<usize, u32>, address: usize) -> u32 {
+/// The number of a return address, whose line is added if it is new.
+fn frame(frames: &mut HashMap<usize, u32>, address: usize, lines: &mut String) -> u32 {
     let next = u32::try_from(frames.len() + 1).unwrap_or(0);
     *frames.entry(address).or_insert_with(|| {
         let (module, bias) = module_of(address);
         // The call is before the address at which it returns.
-        record::note(&frame_line(next, address.wrapping_sub(bias).wrapping_sub(1) as u64, &module));
+        *lines += &frame_line(next, address.wrapping_sub(bias).wrapping_sub(1) as u64, &module);
         next
     })
 }

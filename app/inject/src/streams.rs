@@ -15,7 +15,7 @@
 //!   the capture.
 
 use crate::entries::Blocked;
-use crate::guard::Guard;
+use crate::guard::{Guard, uncancelled};
 use crate::real::{address, real};
 use crate::{record, serve, settings};
 use std::collections::HashMap;
@@ -78,19 +78,21 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 /// Called by trampolines before work on a stream that is not the legacy one and not in [`WORKED`]. Returns the real function.
-pub(crate) extern "C" fn note(number: u32, stream: u64) -> *const () {
-    let noted = catch_unwind(|| {
-        // Work of the allocator's own is on streams of the program that have had work.
-        if let Some(_guard) = Guard::enter() {
-            become_multi();
-            begin_work(stream);
+pub(crate) extern "C-unwind" fn note(number: u32, stream: u64) -> *const () {
+    uncancelled(|| {
+        let noted = catch_unwind(|| {
+            // Work of the allocator's own is on streams of the program that have had work.
+            if let Some(_guard) = Guard::enter() {
+                become_multi();
+                begin_work(stream);
+            }
+        });
+        if noted.is_err() {
+            MULTI.store(2, SeqCst);
         }
-    });
-    if noted.is_err() {
-        MULTI.store(2, SeqCst);
-    }
-    // CAST: a number of an entry point.
-    catch_unwind(|| address(number as usize)).unwrap_or_else(|_| crate::real::bind(number))
+        // CAST: a number of an entry point.
+        catch_unwind(|| address(number as usize)).unwrap_or_else(|_| crate::real::bind(number))
+    })
 }
 
 /// Lets reuse of memory be ordered by events from now on. A [guard](Guard) is held.

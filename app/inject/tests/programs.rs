@@ -65,6 +65,8 @@ impl Built {
                 built.compile("driver.c", &format!("{version}/libcuda.so.1"), &flags);
             }
             built.compile("initialiser.c", "initialiser.so", &["-shared", "-fPIC", "-ldl", "-lpthread"]);
+            built.compile("initialiser.c", "allocates.so", &["-DALLOCATES", "-shared", "-fPIC", "-ldl", "-lpthread"]);
+            built.compile("hostile.c", "hostile", &["-rdynamic", "-ldl", "-lpthread"]);
             built.compile("program.c", "program", &["-rdynamic", "-ldl", "-lpthread"]);
             let driver = built.path("libcuda.so.1");
             built.compile("program.c", "linked", &["-Wl,--no-as-needed", &driver, "-ldl", "-lpthread"]);
@@ -74,7 +76,7 @@ impl Built {
         })
     }
 
-    fn path(&self, name: &str) -> String {
+    pub(crate) fn path(&self, name: &str) -> String {
         self.folder.path().join(name).to_str().expect("a temporary folder should have a plain name").to_owned()
     }
 
@@ -102,12 +104,26 @@ impl Built {
     /// A program with the library, recorded in a folder.
     pub(crate) fn with(&self, way: &str, test: &str, alloc: Option<&str>, record: &Path) -> Command {
         let mut command = self.plain(way, test);
+        self.preload(&mut command, alloc, record);
+        command
+    }
+
+    /// A hostile program without the library.
+    pub(crate) fn hostile(&self, test: &str) -> Command {
+        let mut command = Command::new("timeout");
+        command.args([SECONDS, &self.path("hostile"), test]);
+        command.env("LD_LIBRARY_PATH", self.folder.path()).env("VRAMLAB_CUDA", self.path("libcuda.so.1"));
+        command.env_remove("LD_PRELOAD");
+        command
+    }
+
+    /// Puts the library in front of a program.
+    pub(crate) fn preload(&self, command: &mut Command, alloc: Option<&str>, record: &Path) {
         // For the program only, not for what measures its time.
         command.env("VRAMLAB_INJECT_RECORD", record).env("LD_PRELOAD", library());
         if let Some(alloc) = alloc {
             command.env_remove("PLAIN").env("VRAMLAB_INJECT_ALLOC", alloc);
         }
-        command
     }
 }
 

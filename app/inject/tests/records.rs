@@ -8,7 +8,7 @@ use std::path::Path;
 use vramlab_histories::calls::{Call, Calls, Counter, NO_STACK, Notes, Served};
 
 /// The records of a folder.
-fn records(folder: &Path) -> Vec<Calls> {
+pub(crate) fn records(folder: &Path) -> Vec<Calls> {
     let entries = std::fs::read_dir(folder).expect("the folder should be there");
     let paths = entries.map(|entry| entry.expect("an entry should be read").path());
     let files = paths.filter(|path| path.extension().is_some_and(|end| end == "bin")).map(File::open);
@@ -19,6 +19,11 @@ fn records(folder: &Path) -> Vec<Calls> {
 fn notes(folder: &Path) -> Notes {
     let paths = || std::fs::read_dir(folder).expect("the folder should be there").flatten().map(|entry| entry.path());
     let path = paths().find(|path| path.extension().is_some_and(|end| end == "txt")).expect("notes should be there");
+    notes_of(&path)
+}
+
+/// The notes of a file.
+pub(crate) fn notes_of(path: &Path) -> Notes {
     Notes::read(BufReader::new(File::open(path).expect("notes should open"))).expect("notes should be read")
 }
 

@@ -43,7 +43,7 @@ unsafe fn allocate(out: *mut *mut c_void, bytes: usize, kind: Kind, pass: impl F
 /// # Safety
 /// As of the driver's function.
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn cuMemHostAlloc(out: *mut *mut c_void, bytes: usize, flags: u32) -> i32 {
+pub(crate) unsafe extern "C-unwind" fn cuMemHostAlloc(out: *mut *mut c_void, bytes: usize, flags: u32) -> i32 {
     let pass = || real!(cuMemHostAlloc(out => *mut *mut c_void, bytes => usize, flags => u32));
     // SAFETY: the caller's promise.
     call(pass, || unsafe { allocate(out, bytes, Kind::Flags(flags), pass) })
@@ -52,14 +52,14 @@ pub(crate) unsafe extern "C" fn cuMemHostAlloc(out: *mut *mut c_void, bytes: usi
 /// # Safety
 /// As of the driver's function.
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn cuMemAllocHost_v2(out: *mut *mut c_void, bytes: usize) -> i32 {
+pub(crate) unsafe extern "C-unwind" fn cuMemAllocHost_v2(out: *mut *mut c_void, bytes: usize) -> i32 {
     let pass = || real!(cuMemAllocHost_v2(out => *mut *mut c_void, bytes => usize));
     // SAFETY: the caller's promise.
     call(pass, || unsafe { allocate(out, bytes, Kind::Plain, pass) })
 }
 
 #[unsafe(no_mangle)]
-pub(crate) extern "C" fn cuMemFreeHost(at: *mut c_void) -> i32 {
+pub(crate) extern "C-unwind" fn cuMemFreeHost(at: *mut c_void) -> i32 {
     let free = |addr: u64| real!(cuMemFreeHost(addr => u64));
     // CAST: an address.
     let addr = at as u64;
@@ -85,7 +85,7 @@ pub(crate) extern "C" fn cuMemFreeHost(at: *mut c_void) -> i32 {
 /// # Safety
 /// As of the driver's function.
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn cuMemHostGetFlags(flags: *mut u32, at: *mut c_void) -> i32 {
+pub(crate) unsafe extern "C-unwind" fn cuMemHostGetFlags(flags: *mut u32, at: *mut c_void) -> i32 {
     let ask = |addr: u64| real!(cuMemHostGetFlags(flags => *mut u32, addr => u64));
     // CAST: an address.
     call(|| ask(at as u64), || ask(host::address_for_driver(at as u64)))
@@ -94,21 +94,21 @@ pub(crate) unsafe extern "C" fn cuMemHostGetFlags(flags: *mut u32, at: *mut c_vo
 /// # Safety
 /// As of the driver's function.
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn cuMemHostGetDevicePointer_v2(out: *mut u64, at: *mut c_void, flags: u32) -> i32 {
+pub(crate) unsafe extern "C-unwind" fn cuMemHostGetDevicePointer_v2(out: *mut u64, at: *mut c_void, flags: u32) -> i32 {
     let ask = |addr: u64| real!(cuMemHostGetDevicePointer_v2(out => *mut u64, addr => u64, flags => u32));
     // CAST: an address.
     call(|| ask(at as u64), || ask(host::address_for_driver(at as u64)))
 }
 
 #[unsafe(no_mangle)]
-pub(crate) extern "C" fn cuMemHostRegister_v2(at: *mut c_void, bytes: usize, flags: u32) -> i32 {
+pub(crate) extern "C-unwind" fn cuMemHostRegister_v2(at: *mut c_void, bytes: usize, flags: u32) -> i32 {
     let pass = || real!(cuMemHostRegister_v2(at => *mut c_void, bytes => usize, flags => u32));
     // CAST: an address.
     call(pass, || pass_timed(About::new(Call::HostRegister, bytes as u64), pass, || at as u64))
 }
 
 #[unsafe(no_mangle)]
-pub(crate) extern "C" fn cuMemHostUnregister(at: *mut c_void) -> i32 {
+pub(crate) extern "C-unwind" fn cuMemHostUnregister(at: *mut c_void) -> i32 {
     let pass = || real!(cuMemHostUnregister(at => *mut c_void));
     // CAST: an address.
     call(pass, || give_back(Call::HostUnregister, at as u64, 0, pass))

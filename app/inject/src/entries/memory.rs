@@ -68,7 +68,7 @@ unsafe fn allocate(about: About, out: *mut u64, may_serve: bool, pass: impl FnMu
 /// # Safety
 /// As of the driver's function.
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn cuMemAlloc_v2(out: *mut u64, bytes: usize) -> i32 {
+pub(crate) unsafe extern "C-unwind" fn cuMemAlloc_v2(out: *mut u64, bytes: usize) -> i32 {
     let pass = || real!(cuMemAlloc_v2(out => *mut u64, bytes => usize));
     // SAFETY: the caller's promise.
     call(pass, || unsafe { allocate(About::new(Call::Alloc, bytes as u64), out, true, pass) })
@@ -80,7 +80,7 @@ const PITCH: usize = 512;
 /// # Safety
 /// As of the driver's function.
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn cuMemAllocPitch_v2(
+pub(crate) unsafe extern "C-unwind" fn cuMemAllocPitch_v2(
     out: *mut u64,
     pitch: *mut usize,
     width: usize,
@@ -111,7 +111,7 @@ pub(crate) unsafe extern "C" fn cuMemAllocPitch_v2(
 /// # Safety
 /// As of the driver's function.
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn cuMemAllocManaged(out: *mut u64, bytes: usize, flags: u32) -> i32 {
+pub(crate) unsafe extern "C-unwind" fn cuMemAllocManaged(out: *mut u64, bytes: usize, flags: u32) -> i32 {
     let pass = || real!(cuMemAllocManaged(out => *mut u64, bytes => usize, flags => u32));
     call(pass, || {
         let about = About::new(Call::Managed, bytes as u64);
@@ -146,7 +146,7 @@ pub(super) fn fill(place: Place, about: About, addr: u64, start: u64) {
 }
 
 #[unsafe(no_mangle)]
-pub(crate) extern "C" fn cuMemFree_v2(addr: u64) -> i32 {
+pub(crate) extern "C-unwind" fn cuMemFree_v2(addr: u64) -> i32 {
     call(|| real!(cuMemFree_v2(addr => u64)), || free(addr))
 }
 
@@ -237,7 +237,7 @@ macro_rules! allocate_async {
         /// # Safety
         /// As of the driver's function.
         #[unsafe(no_mangle)]
-        pub(crate) unsafe extern "C" fn $name(out: *mut u64, bytes: usize, stream: u64) -> i32 {
+        pub(crate) unsafe extern "C-unwind" fn $name(out: *mut u64, bytes: usize, stream: u64) -> i32 {
             let pass = || real!($name(out => *mut u64, bytes => usize, stream => u64));
             let about = About { call: Call::AllocAsync, bytes: bytes as u64, stream };
             // SAFETY: the caller's promise.
@@ -254,7 +254,7 @@ macro_rules! allocate_from_pool {
         /// # Safety
         /// As of the driver's function.
         #[unsafe(no_mangle)]
-        pub(crate) unsafe extern "C" fn $name(out: *mut u64, bytes: usize, pool: u64, stream: u64) -> i32 {
+        pub(crate) unsafe extern "C-unwind" fn $name(out: *mut u64, bytes: usize, pool: u64, stream: u64) -> i32 {
             let pass = || real!($name(out => *mut u64, bytes => usize, pool => u64, stream => u64));
             let about = About { call: Call::FromPool, bytes: bytes as u64, stream };
             // SAFETY: the caller's promise.
@@ -320,7 +320,7 @@ fn captures(stream: u64) -> bool {
 macro_rules! free_async {
     ($name:ident, $per_thread:literal) => {
         #[unsafe(no_mangle)]
-        pub(crate) extern "C" fn $name(addr: u64, stream: u64) -> i32 {
+        pub(crate) extern "C-unwind" fn $name(addr: u64, stream: u64) -> i32 {
             let pass = || real!($name(addr => u64, stream => u64));
             call(pass, || free_async(addr, stream, $per_thread, pass))
         }

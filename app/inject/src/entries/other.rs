@@ -34,7 +34,12 @@ struct MemoryProperties {
 /// # Safety
 /// As of the driver's function.
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn cuMemCreate(out: *mut u64, bytes: usize, properties: *const c_void, flags: u64) -> i32 {
+pub(crate) unsafe extern "C-unwind" fn cuMemCreate(
+    out: *mut u64,
+    bytes: usize,
+    properties: *const c_void,
+    flags: u64,
+) -> i32 {
     let pass = || real!(cuMemCreate(out => *mut u64, bytes => usize, properties => *const c_void, flags => u64));
     // SAFETY: the driver has written it.
     let handle = || unsafe { *out };
@@ -45,19 +50,19 @@ pub(crate) unsafe extern "C" fn cuMemCreate(out: *mut u64, bytes: usize, propert
 }
 
 #[unsafe(no_mangle)]
-pub(crate) extern "C" fn cuMemRelease(handle: u64) -> i32 {
+pub(crate) extern "C-unwind" fn cuMemRelease(handle: u64) -> i32 {
     let pass = || real!(cuMemRelease(handle => u64));
     call(pass, || give_back(Call::Release, handle, 0, pass))
 }
 
 #[unsafe(no_mangle)]
-pub(crate) extern "C" fn cuMemMap(addr: u64, bytes: usize, offset: usize, handle: u64, flags: u64) -> i32 {
+pub(crate) extern "C-unwind" fn cuMemMap(addr: u64, bytes: usize, offset: usize, handle: u64, flags: u64) -> i32 {
     let pass = || real!(cuMemMap(addr => u64, bytes => usize, offset => usize, handle => u64, flags => u64));
     call(pass, || pass_timed(About::new(Call::Map, bytes as u64), pass, || addr))
 }
 
 #[unsafe(no_mangle)]
-pub(crate) extern "C" fn cuMemUnmap(addr: u64, bytes: usize) -> i32 {
+pub(crate) extern "C-unwind" fn cuMemUnmap(addr: u64, bytes: usize) -> i32 {
     let pass = || real!(cuMemUnmap(addr => u64, bytes => usize));
     call(pass, || give_back(Call::Unmap, addr, bytes as u64, pass))
 }
@@ -67,7 +72,7 @@ macro_rules! array_create {
         /// # Safety
         /// As of the driver's function.
         #[unsafe(no_mangle)]
-        pub(crate) unsafe extern "C" fn $name(out: *mut u64, descriptor: *const c_void) -> i32 {
+        pub(crate) unsafe extern "C-unwind" fn $name(out: *mut u64, descriptor: *const c_void) -> i32 {
             let pass = || real!($name(out => *mut u64, descriptor => *const c_void));
             // SAFETY: the driver has written it.
             let handle = || unsafe { *out };
@@ -81,7 +86,7 @@ array_create!(cuArrayCreate_v2);
 array_create!(cuArray3DCreate_v2);
 
 #[unsafe(no_mangle)]
-pub(crate) extern "C" fn cuArrayDestroy(array: u64) -> i32 {
+pub(crate) extern "C-unwind" fn cuArrayDestroy(array: u64) -> i32 {
     let pass = || real!(cuArrayDestroy(array => u64));
     call(pass, || give_back(Call::ArrayDestroy, array, 0, pass))
 }
@@ -89,7 +94,11 @@ pub(crate) extern "C" fn cuArrayDestroy(array: u64) -> i32 {
 /// # Safety
 /// As of the driver's function.
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn cuMipmappedArrayCreate(out: *mut u64, descriptor: *const c_void, levels: u32) -> i32 {
+pub(crate) unsafe extern "C-unwind" fn cuMipmappedArrayCreate(
+    out: *mut u64,
+    descriptor: *const c_void,
+    levels: u32,
+) -> i32 {
     let pass = || real!(cuMipmappedArrayCreate(out => *mut u64, descriptor => *const c_void, levels => u32));
     // SAFETY: the driver has written it.
     let handle = || unsafe { *out };
@@ -97,7 +106,7 @@ pub(crate) unsafe extern "C" fn cuMipmappedArrayCreate(out: *mut u64, descriptor
 }
 
 #[unsafe(no_mangle)]
-pub(crate) extern "C" fn cuMipmappedArrayDestroy(array: u64) -> i32 {
+pub(crate) extern "C-unwind" fn cuMipmappedArrayDestroy(array: u64) -> i32 {
     let pass = || real!(cuMipmappedArrayDestroy(array => u64));
     call(pass, || give_back(Call::MipmapDestroy, array, 0, pass))
 }
@@ -115,7 +124,7 @@ struct AllocNode {
 /// # Safety
 /// As of the driver's function.
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn cuGraphAddMemAllocNode(
+pub(crate) unsafe extern "C-unwind" fn cuGraphAddMemAllocNode(
     node: *mut u64,
     graph: u64,
     dependencies: *const u64,
@@ -139,7 +148,7 @@ pub(crate) unsafe extern "C" fn cuGraphAddMemAllocNode(
 /// # Safety
 /// As of the driver's function.
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn cuGraphAddMemFreeNode(
+pub(crate) unsafe extern "C-unwind" fn cuGraphAddMemFreeNode(
     node: *mut u64,
     graph: u64,
     dependencies: *const u64,
@@ -157,7 +166,7 @@ pub(crate) unsafe extern "C" fn cuGraphAddMemFreeNode(
 /// # Safety
 /// As of the driver's function.
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn cuMemAddressReserve(
+pub(crate) unsafe extern "C-unwind" fn cuMemAddressReserve(
     out: *mut u64,
     bytes: usize,
     alignment: usize,
@@ -174,7 +183,7 @@ pub(crate) unsafe extern "C" fn cuMemAddressReserve(
 }
 
 #[unsafe(no_mangle)]
-pub(crate) extern "C" fn cuMemAddressFree(addr: u64, bytes: usize) -> i32 {
+pub(crate) extern "C-unwind" fn cuMemAddressFree(addr: u64, bytes: usize) -> i32 {
     let pass = || real!(cuMemAddressFree(addr => u64, bytes => usize));
     call(pass, || give_back(Call::Unreserve, addr, bytes as u64, pass))
 }
@@ -182,20 +191,20 @@ pub(crate) extern "C" fn cuMemAddressFree(addr: u64, bytes: usize) -> i32 {
 /// # Safety
 /// As of the driver's function.
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn cuMemPoolCreate(out: *mut u64, properties: *const c_void) -> i32 {
+pub(crate) unsafe extern "C-unwind" fn cuMemPoolCreate(out: *mut u64, properties: *const c_void) -> i32 {
     let pass = || real!(cuMemPoolCreate(out => *mut u64, properties => *const c_void));
     // SAFETY: the driver has written it.
     call(pass, || pass_timed(About::new(Call::PoolCreate, 0), pass, || unsafe { *out }))
 }
 
 #[unsafe(no_mangle)]
-pub(crate) extern "C" fn cuMemPoolDestroy(pool: u64) -> i32 {
+pub(crate) extern "C-unwind" fn cuMemPoolDestroy(pool: u64) -> i32 {
     let pass = || real!(cuMemPoolDestroy(pool => u64));
     call(pass, || give_back(Call::PoolDestroy, pool, 0, pass))
 }
 
 #[unsafe(no_mangle)]
-pub(crate) extern "C" fn cuMemPoolTrimTo(pool: u64, keep: usize) -> i32 {
+pub(crate) extern "C-unwind" fn cuMemPoolTrimTo(pool: u64, keep: usize) -> i32 {
     let pass = || real!(cuMemPoolTrimTo(pool => u64, keep => usize));
     call(pass, || give_back(Call::PoolTrim, pool, keep as u64, pass))
 }
@@ -203,7 +212,7 @@ pub(crate) extern "C" fn cuMemPoolTrimTo(pool: u64, keep: usize) -> i32 {
 /// # Safety
 /// As of the driver's function.
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn cuMemAdvise(addr: u64, bytes: usize, advice: i32, device: i32) -> i32 {
+pub(crate) unsafe extern "C-unwind" fn cuMemAdvise(addr: u64, bytes: usize, advice: i32, device: i32) -> i32 {
     let pass = || real!(cuMemAdvise(addr => u64, bytes => usize, advice => i32, device => i32));
     call(pass, || {
         pool::forget(addr);
@@ -216,7 +225,7 @@ pub(crate) unsafe extern "C" fn cuMemAdvise(addr: u64, bytes: usize, advice: i32
 /// # Safety
 /// As of the driver's function.
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn cuMemAdvise_v2(addr: u64, bytes: usize, advice: i32, location: u64) -> i32 {
+pub(crate) unsafe extern "C-unwind" fn cuMemAdvise_v2(addr: u64, bytes: usize, advice: i32, location: u64) -> i32 {
     let pass = || real!(cuMemAdvise_v2(addr => u64, bytes => usize, advice => i32, location => u64));
     call(pass, || {
         pool::forget(addr);
@@ -229,7 +238,7 @@ macro_rules! attach {
         /// # Safety
         /// As of the driver's function.
         #[unsafe(no_mangle)]
-        pub(crate) unsafe extern "C" fn $name(stream: u64, addr: u64, bytes: usize, flags: u32) -> i32 {
+        pub(crate) unsafe extern "C-unwind" fn $name(stream: u64, addr: u64, bytes: usize, flags: u32) -> i32 {
             let pass = || real!($name(stream => u64, addr => u64, bytes => usize, flags => u32));
             call(pass, || {
                 // It counts as work, since later work on the stream depends on it.
@@ -249,7 +258,7 @@ macro_rules! get_kernel {
         /// # Safety
         /// As of the driver's function.
         #[unsafe(no_mangle)]
-        pub(crate) unsafe extern "C" fn $name(out: *mut u64, of: u64, name: *const c_char) -> i32 {
+        pub(crate) unsafe extern "C-unwind" fn $name(out: *mut u64, of: u64, name: *const c_char) -> i32 {
             let pass = || real!($name(out => *mut u64, of => u64, name => *const c_char));
             call(pass, || {
                 let code = pass();
@@ -269,7 +278,7 @@ get_kernel!(cuLibraryGetKernel);
 /// # Safety
 /// As of the driver's function.
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn cuKernelGetFunction(out: *mut u64, kernel: u64) -> i32 {
+pub(crate) unsafe extern "C-unwind" fn cuKernelGetFunction(out: *mut u64, kernel: u64) -> i32 {
     let pass = || real!(cuKernelGetFunction(out => *mut u64, kernel => u64));
     call(pass, || {
         let code = pass();
@@ -284,7 +293,7 @@ pub(crate) unsafe extern "C" fn cuKernelGetFunction(out: *mut u64, kernel: u64) 
 macro_rules! unload {
     ($name:ident) => {
         #[unsafe(no_mangle)]
-        pub(crate) extern "C" fn $name(module: u64) -> i32 {
+        pub(crate) extern "C-unwind" fn $name(module: u64) -> i32 {
             let pass = || real!($name(module => u64));
             call(pass, || {
                 record::forget_behind();

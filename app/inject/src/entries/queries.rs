@@ -21,7 +21,7 @@ const RANGE_SIZE: i32 = 12;
 /// # Safety
 /// As of the driver's function.
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn cuMemGetAddressRange_v2(base: *mut u64, bytes: *mut usize, addr: u64) -> i32 {
+pub(crate) unsafe extern "C-unwind" fn cuMemGetAddressRange_v2(base: *mut u64, bytes: *mut usize, addr: u64) -> i32 {
     let pass = || real!(cuMemGetAddressRange_v2(base => *mut u64, bytes => *mut usize, addr => u64));
     call(pass, || {
         let code = pass();
@@ -60,7 +60,7 @@ unsafe fn correct(data: *mut c_void, attribute: i32, addr: u64) {
 /// # Safety
 /// As of the driver's function.
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn cuPointerGetAttribute(data: *mut c_void, attribute: i32, addr: u64) -> i32 {
+pub(crate) unsafe extern "C-unwind" fn cuPointerGetAttribute(data: *mut c_void, attribute: i32, addr: u64) -> i32 {
     let ask = |addr: u64| real!(cuPointerGetAttribute(data => *mut c_void, attribute => i32, addr => u64));
     call(
         || ask(addr),
@@ -78,7 +78,7 @@ pub(crate) unsafe extern "C" fn cuPointerGetAttribute(data: *mut c_void, attribu
 /// # Safety
 /// As of the driver's function.
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn cuPointerGetAttributes(
+pub(crate) unsafe extern "C-unwind" fn cuPointerGetAttributes(
     count: u32,
     attributes: *const i32,
     data: *mut *mut c_void,
@@ -108,7 +108,7 @@ pub(crate) unsafe extern "C" fn cuPointerGetAttributes(
 /// # Safety
 /// As of the driver's function.
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) -> i32 {
+pub(crate) unsafe extern "C-unwind" fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) -> i32 {
     let pass = || real!(cuMemGetInfo_v2(free => *mut usize, total => *mut usize));
     call(pass, || {
         let code = pass();
@@ -145,7 +145,7 @@ fn refuse(function: &str) -> i32 {
 /// # Safety
 /// As of the driver's function.
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn cuIpcGetMemHandle(handle: *mut c_void, addr: u64) -> i32 {
+pub(crate) unsafe extern "C-unwind" fn cuIpcGetMemHandle(handle: *mut c_void, addr: u64) -> i32 {
     let pass = || real!(cuIpcGetMemHandle(handle => *mut c_void, addr => u64));
     call(pass, || if is_whole_segment(addr) { pass() } else { refuse("cuIpcGetMemHandle") })
 }
@@ -153,7 +153,7 @@ pub(crate) unsafe extern "C" fn cuIpcGetMemHandle(handle: *mut c_void, addr: u64
 /// # Safety
 /// As of the driver's function.
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn cuMemGetHandleForAddressRange(
+pub(crate) unsafe extern "C-unwind" fn cuMemGetHandleForAddressRange(
     handle: *mut c_void,
     addr: u64,
     bytes: usize,

@@ -9,7 +9,7 @@ use std::ffi::{CStr, c_char, c_void};
 use std::sync::atomic::Ordering::Relaxed;
 
 #[unsafe(no_mangle)]
-pub(crate) extern "C" fn cuInit(flags: u32) -> i32 {
+pub(crate) extern "C-unwind" fn cuInit(flags: u32) -> i32 {
     let pass = || real!(cuInit(flags => u32));
     call(pass, || {
         let code = pass();
@@ -62,7 +62,7 @@ unsafe fn answer(name: *const c_char, out: *mut *const (), version: i32, flags: 
 /// # Safety
 /// As of the driver's function.
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn cuGetProcAddress(
+pub(crate) unsafe extern "C-unwind" fn cuGetProcAddress(
     name: *const c_char,
     out: *mut *const (),
     version: i32,
@@ -103,7 +103,7 @@ unsafe fn first_abi(
 /// # Safety
 /// As of the driver's function.
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn cuGetProcAddress_v2(
+pub(crate) unsafe extern "C-unwind" fn cuGetProcAddress_v2(
     name: *const c_char,
     out: *mut *const (),
     version: i32,
@@ -146,7 +146,7 @@ const NON_BLOCKING: u32 = 1;
 /// # Safety
 /// As of the driver's function.
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn cuStreamCreate(out: *mut u64, flags: u32) -> i32 {
+pub(crate) unsafe extern "C-unwind" fn cuStreamCreate(out: *mut u64, flags: u32) -> i32 {
     let pass = || real!(cuStreamCreate(out => *mut u64, flags => u32));
     // SAFETY: the driver has written it.
     call(pass, || unsafe { made(pass(), out, flags) })
@@ -155,7 +155,7 @@ pub(crate) unsafe extern "C" fn cuStreamCreate(out: *mut u64, flags: u32) -> i32
 /// # Safety
 /// As of the driver's function.
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn cuStreamCreateWithPriority(out: *mut u64, flags: u32, priority: i32) -> i32 {
+pub(crate) unsafe extern "C-unwind" fn cuStreamCreateWithPriority(out: *mut u64, flags: u32, priority: i32) -> i32 {
     let pass = || real!(cuStreamCreateWithPriority(out => *mut u64, flags => u32, priority => i32));
     // SAFETY: the driver has written it.
     call(pass, || unsafe { made(pass(), out, flags) })
@@ -164,7 +164,12 @@ pub(crate) unsafe extern "C" fn cuStreamCreateWithPriority(out: *mut u64, flags:
 /// # Safety
 /// As of the driver's function.
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn cuGreenCtxStreamCreate(out: *mut u64, context: u64, flags: u32, priority: i32) -> i32 {
+pub(crate) unsafe extern "C-unwind" fn cuGreenCtxStreamCreate(
+    out: *mut u64,
+    context: u64,
+    flags: u32,
+    priority: i32,
+) -> i32 {
     let pass = || real!(cuGreenCtxStreamCreate(out => *mut u64, context => u64, flags => u32, priority => i32));
     // SAFETY: the driver has written it. Such a stream never waits for the legacy one.
     call(pass, || unsafe { made(pass(), out, flags | NON_BLOCKING) })
@@ -183,7 +188,7 @@ unsafe fn made(code: i32, out: *const u64, flags: u32) -> i32 {
 macro_rules! stream_destroy {
     ($name:ident) => {
         #[unsafe(no_mangle)]
-        pub(crate) extern "C" fn $name(stream: u64) -> i32 {
+        pub(crate) extern "C-unwind" fn $name(stream: u64) -> i32 {
             let pass = || real!($name(stream => u64));
             call(pass, || {
                 serve::stream_gone(stream);
@@ -202,7 +207,11 @@ stream_destroy!(cuStreamDestroy_v2);
 /// # Safety
 /// As of the driver's function.
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn cuLaunchCooperativeKernelMultiDevice(list: *mut u8, devices: u32, flags: u32) -> i32 {
+pub(crate) unsafe extern "C-unwind" fn cuLaunchCooperativeKernelMultiDevice(
+    list: *mut u8,
+    devices: u32,
+    flags: u32,
+) -> i32 {
     let pass = || real!(cuLaunchCooperativeKernelMultiDevice(list => *mut u8, devices => u32, flags => u32));
     call(pass, || {
         streams::begin_work_everywhere();
@@ -235,7 +244,7 @@ macro_rules! begin_capture {
         /// # Safety
         /// As of the driver's function.
         #[unsafe(no_mangle)]
-        pub(crate) unsafe extern "C" fn $name(stream: u64 $(, $argument: $type)*) -> i32 {
+        pub(crate) unsafe extern "C-unwind" fn $name(stream: u64 $(, $argument: $type)*) -> i32 {
             let pass = || real!($name(stream => u64 $(, $argument => $type)*));
             call(pass, || begin(stream, $per_thread, pass))
         }
@@ -260,7 +269,7 @@ macro_rules! end_capture {
         /// # Safety
         /// As of the driver's function.
         #[unsafe(no_mangle)]
-        pub(crate) unsafe extern "C" fn $name(stream: u64, graph: *mut c_void) -> i32 {
+        pub(crate) unsafe extern "C-unwind" fn $name(stream: u64, graph: *mut c_void) -> i32 {
             let pass = || real!($name(stream => u64, graph => *mut c_void));
             call(pass, || {
                 let code = pass();
@@ -278,7 +287,7 @@ end_capture!(cuStreamEndCapture_ptsz, true);
 macro_rules! reset {
     ($name:ident) => {
         #[unsafe(no_mangle)]
-        pub(crate) extern "C" fn $name(device: i32) -> i32 {
+        pub(crate) extern "C-unwind" fn $name(device: i32) -> i32 {
             let pass = || real!($name(device => i32));
             call(pass, || {
                 let code = pass();
@@ -297,7 +306,7 @@ reset!(cuDevicePrimaryCtxReset_v2);
 macro_rules! release {
     ($name:ident) => {
         #[unsafe(no_mangle)]
-        pub(crate) extern "C" fn $name(device: i32) -> i32 {
+        pub(crate) extern "C-unwind" fn $name(device: i32) -> i32 {
             let pass = || real!($name(device => i32));
             call(pass, || {
                 let code = pass();
@@ -316,7 +325,7 @@ release!(cuDevicePrimaryCtxRelease_v2);
 /// # Safety
 /// As of the driver's function.
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn cuDevicePrimaryCtxRetain(out: *mut u64, device: i32) -> i32 {
+pub(crate) unsafe extern "C-unwind" fn cuDevicePrimaryCtxRetain(out: *mut u64, device: i32) -> i32 {
     let pass = || real!(cuDevicePrimaryCtxRetain(out => *mut u64, device => i32));
     // SAFETY: the driver has written it.
     call(pass, || unsafe { context_known(pass(), out, device, false) })
@@ -337,7 +346,7 @@ macro_rules! context_create {
         /// # Safety
         /// As of the driver's function.
         #[unsafe(no_mangle)]
-        pub(crate) unsafe extern "C" fn $name(out: *mut u64, $($argument: $type,)* device: i32) -> i32 {
+        pub(crate) unsafe extern "C-unwind" fn $name(out: *mut u64, $($argument: $type,)* device: i32) -> i32 {
             let pass = || real!($name(out => *mut u64, $($argument => $type,)* device => i32));
             // SAFETY: the driver has written it.
             call(pass, || unsafe { context_known(pass(), out, device, true) })
@@ -352,7 +361,7 @@ context_create!(cuCtxCreate_v4, parameters: *const c_void, flags: u32);
 macro_rules! context_destroy {
     ($name:ident) => {
         #[unsafe(no_mangle)]
-        pub(crate) extern "C" fn $name(context: u64) -> i32 {
+        pub(crate) extern "C-unwind" fn $name(context: u64) -> i32 {
             let pass = || real!($name(context => u64));
             call(pass, || {
                 let code = pass();
