@@ -284,10 +284,11 @@ impl Runner {
         };
         let mut command = launch.command(folder, python)?;
         let mut unseen = self.at_driver.as_ref().err().cloned();
+        let mut _library = None;
         if let Ok(at_driver) = &self.at_driver {
             unseen = launch.command.first().and_then(driver::why_unseen);
             if unseen.is_none() {
-                at_driver.prepare(&mut command, launch, folder)?;
+                _library = at_driver.prepare(&mut command, launch, folder)?;
             }
         }
         *self.now.lock().unwrap_or_else(PoisonError::into_inner) = Some((folder.path.clone(), folder.run.clone()));
@@ -316,10 +317,7 @@ impl Runner {
         let processes = records.processes;
         let calls = match unseen {
             Some(why) => Err(why),
-            None => {
-                let _ = std::fs::remove_file(folder.path.join("libcuda.so"));
-                Ok(calls::read(folder))
-            }
+            None => Ok(calls::read(folder)),
         };
         if let Err(error) = device.write(folder, &processes, calls.as_deref().unwrap_or_default()) {
             report_problem(format_args!("what was sampled of the GPUs is not written: {error:#}"));

@@ -59,8 +59,11 @@ impl Signals {
 /// # Errors
 /// The system refuses the handler.
 pub fn outlive_file_limits() -> std::io::Result<()> {
+    // A command inherits what is ignored, but no handler.
     #[cfg(unix)]
-    signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::default())?;
+    if !is_ignored(signal_hook::consts::SIGXFSZ) {
+        signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::default())?;
+    }
     Ok(())
 }
 
@@ -82,12 +85,41 @@ pub fn collect_children() -> std::io::Result<()> {
     Ok(())
 }
 
-#[cfg(unix)]
-pub(crate) fn children_were_ignored() -> bool {
-    CHILDREN_WERE_IGNORED.load(SeqCst)
+/// Whether this process was started with SIGPIPE ignored. Rust's library ignores it before `main`, and gives commands the default.
+#[cfg(target_os = "linux")]
+static PIPES_WERE_IGNORED: AtomicBool = AtomicBool::new(false);
+
+/// Runs before Rust's library is initialised.
+#[cfg(target_os = "linux")]
+#[used]
+#[unsafe(link_section = ".init_array")]
+static LOOK_AT_PIPES: extern "C" fn() = look_at_pipes;
+
+#[cfg(target_os = "linux")]
+extern "C" fn look_at_pipes() {
+    let mut action = std::mem::MaybeUninit::<libc::sigaction>::zeroed();
+    // SAFETY: a null pointer changes nothing, and the structure is this function's own.
+    let asked = unsafe { libc::sigaction(libc::SIGPIPE, std::ptr::null(), action.as_mut_ptr()) };
+    // SAFETY: a structure of integers, which is filled or zero.
+    let action = unsafe { action.assume_init() };
+    PIPES_WERE_IGNORED.store(asked == 0 && action.sa_sigaction == libc::SIG_IGN, SeqCst);
 }
 
-/// The signal mask of this process on start, if [`unblock`] changed it.
+/// Signals that this process was started to ignore, and a command would not.
+#[cfg(unix)]
+pub(crate) fn ignored_on_start() -> Vec<i32> {
+    let mut out = Vec::new();
+    if CHILDREN_WERE_IGNORED.load(SeqCst) {
+        out.push(libc::SIGCHLD);
+    }
+    #[cfg(target_os = "linux")]
+    if PIPES_WERE_IGNORED.load(SeqCst) {
+        out.push(libc::SIGPIPE);
+    }
+    out
+}
+
+/// The signal mask of this process on start.
 #[cfg(unix)]
 static MASK_ON_START: OnceLock<libc::sigset_t> = OnceLock::new();
 
@@ -100,9 +132,7 @@ static MASK_ON_START: OnceLock<libc::sigset_t> = OnceLock::new();
 pub fn unblock() -> std::io::Result<()> {
     use signal_hook::consts::{SIGCHLD, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2, SIGXFSZ};
     const HANDLED: [i32; 8] = [SIGCHLD, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2, SIGXFSZ];
-    if let Some(before) = crate::around::unblock(&HANDLED)? {
-        let _ = MASK_ON_START.set(before);
-    }
+    let _ = MASK_ON_START.set(crate::around::unblock(&HANDLED)?);
     Ok(())
 }
 

@@ -494,7 +494,7 @@ mod ends {
                 test_dir.write("small.toml", spec);
                 let mut command = test_dir.process(&["run", "small.toml", "--device", "sim", "-o", "out", "--again"]);
                 command.stderr(std::process::Stdio::piped()).stdout(std::process::Stdio::piped());
-                crate::signals::withhold(&mut command, ignored);
+                crate::signals::withhold(&mut command, 1..32, if ignored { 1..32 } else { 0..0 });
                 command.spawn().unwrap()
             };
             Ran::of(withheld(SMALL).wait_with_output().unwrap()).ok();

@@ -3,6 +3,7 @@
 mod nccl;
 mod pinned;
 
+use super::driver::UNVERSIONED;
 use super::folder::{Folder, create_private};
 use super::symbols::{self, Place, Symbols};
 use crate::words::counted;
@@ -95,7 +96,8 @@ pub(crate) struct AllocatorUse {
 
 /// Reads what the processes of a run left, writes their histories, and takes the raw files away. Problems are said.
 pub(super) fn read(folder: &Folder) -> Vec<CudaProcess> {
-    let entries = std::fs::read_dir(&folder.path).into_iter().flatten().flatten();
+    let own = folder.own();
+    let entries = std::fs::read_dir(&own).into_iter().flatten().flatten();
     let mut files: Vec<PathBuf> = entries.map(|entry| entry.path()).filter(|path| is_record(path)).collect();
     files.sort();
     let mut out = Vec::new();
@@ -110,14 +112,16 @@ pub(super) fn read(folder: &Folder) -> Vec<CudaProcess> {
             Err(error) => super::report_problem(format_args!("{}: {error:#}", file.display())),
         }
     }
+    let _ = std::fs::remove_file(own.join(UNVERSIONED));
+    // What could not be read stays.
+    let _ = std::fs::remove_dir(own);
     out.sort_by_key(|process| std::cmp::Reverse(process.total_ns));
     out
 }
 
 fn is_record(path: &Path) -> bool {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
-    let number = name.strip_prefix("calls-").and_then(|name| name.strip_suffix(".bin"));
-    number.is_some_and(|number| !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit()))
+    name.starts_with("calls-") && name.ends_with(".bin")
 }
 
 /// `None` for a process without a memory call.
@@ -148,8 +152,10 @@ fn process(path: &Path, folder: &Folder) -> Result<Option<CudaProcess>> {
     let first = calls.records.iter().map(|record| record.start_ns).min().unwrap_or(0);
     let last = calls.records.iter().map(|record| record.start_ns + record.total_ns).max().unwrap_or(0);
     let threads: std::collections::BTreeSet<u32> = calls.records.iter().map(|record| record.thread).collect();
-    let written = Memory::write(&calls, &stacks, &notes, folder)?;
-    let pinned = pinned::Pinned::write(&calls, &stacks, &notes, folder)?;
+    // A process that executes another program leaves a record of each: `calls-PID` and `calls-PID-2`.
+    let name = path.file_stem().unwrap_or_default().to_string_lossy();
+    let written = Memory::write(&calls, &stacks, &notes, (folder, &name))?;
+    let pinned = pinned::Pinned::write(&calls, &stacks, &notes, (folder, &name))?;
     let counter = |counter| calls.counter(counter);
     // Pinned memory has an allocator of its own.
     let of_host = |call: &str| [Call::HostAlloc, Call::HostFree].iter().any(|host| host.name() == call);
@@ -287,8 +293,8 @@ impl<'c> Line<'c> {
 }
 
 impl Memory {
-    /// Writes a history for each GPU.
-    fn write(calls: &Calls, stacks: &Stacks, notes: &Notes, folder: &Folder) -> Result<Self> {
+    /// Writes a history for each GPU, whose names begin as that of the record.
+    fn write(calls: &Calls, stacks: &Stacks, notes: &Notes, (folder, name): (&Folder, &str)) -> Result<Self> {
         let mut out = Self::default();
         let mut written: std::collections::BTreeSet<(u8, u32)> = std::collections::BTreeSet::new();
         let mut files: BTreeMap<u8, (PathBuf, OutputFile)> = BTreeMap::new();
@@ -298,7 +304,7 @@ impl Memory {
             let (path, file) = match files.entry(record.device) {
                 std::collections::btree_map::Entry::Occupied(entry) => entry.into_mut(),
                 std::collections::btree_map::Entry::Vacant(entry) => {
-                    let name = format!("calls-{}-gpu{}.jsonl", calls.pid, record.device);
+                    let name = format!("{name}-gpu{}.jsonl", record.device);
                     let path = folder.path.join(&name);
                     entry.insert((folder.shown.join(name), create_private(&path, Existing::Replace)?))
                 }

@@ -4,11 +4,12 @@ use super::folder::{Folder, create_private};
 use super::launch::{Launch, package};
 use super::report_problem;
 use super::unversioned;
-use anyhow::{Result, anyhow};
+use anyhow::{Context, Result, anyhow};
 use clap::ValueEnum;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use tempfile::TempDir;
 use terminal::RuntimeFailure;
 use vramlab::Selection;
 use vramlab::device::libcuda;
@@ -16,6 +17,8 @@ use vramlab::output::Existing;
 
 /// Name of the library's file.
 const FILE: &str = "libvramlab_inject.so";
+/// Name of the second library's file, which the run writes.
+pub(super) const UNVERSIONED: &str = "libcuda.so";
 /// Parts of names of other libraries that replace functions of the driver: HAMi, nvshare, any copy of the driver, torch_memory_saver,
 /// UCX.
 const OTHERS: [&str; 5] = ["libvgpu", "libnvshare", "libcuda", "torch_memory_saver", "libucm"];
@@ -97,12 +100,20 @@ impl AtDriver {
         Ok(Self { library, driver, free, poison, stacks, pool: Vec::new(), host: None, all })
     }
 
-    /// Puts the library in front of a command.
+    /// Puts the library in front of a command. A directory that is returned has a library for it, until it is dropped.
     ///
     /// # Errors
     /// The command's file cannot be started with it, or a file of the run cannot be written.
-    pub(super) fn prepare(&self, command: &mut Command, launch: &Launch<'_>, folder: &Folder) -> Result<()> {
-        let unversioned = folder.path.join("libcuda.so");
+    pub(super) fn prepare(
+        &self,
+        command: &mut Command,
+        launch: &Launch<'_>,
+        folder: &Folder,
+    ) -> Result<Option<TempDir>> {
+        let own = folder.make_own().with_context(|| folder.shown.display().to_string())?;
+        // It costs a temporary directory where the output's path cannot be named.
+        let elsewhere = if is_preloadable(&own) { None } else { Some(tempfile::tempdir()?) };
+        let unversioned = elsewhere.as_ref().map_or(own.as_path(), TempDir::path).join(UNVERSIONED);
         create_private(&unversioned, Existing::Replace)?.fill(unversioned::library())?;
         let theirs = std::env::var_os("LD_PRELOAD").unwrap_or_default();
         let machine = std::fs::read_to_string(MACHINE_PRELOAD).unwrap_or_default();
@@ -112,11 +123,11 @@ impl AtDriver {
         }
         let mut preload = OsString::new();
         for path in [&self.library, &unversioned] {
-            // The dynamic linker has no way to quote them.
-            if path.to_string_lossy().contains([' ', ':']) {
+            if !is_preloadable(path) {
                 return Err(anyhow!(
-                    "{}: LD_PRELOAD takes no path with a space or a colon; install vramlab elsewhere or name another --output",
-                    path.display()
+                    "{}: LD_PRELOAD takes no path with a space or a colon; {}",
+                    path.display(),
+                    if path == &self.library { "install vramlab elsewhere" } else { "set TMPDIR to another directory" }
                 ));
             }
             preload.push(path);
@@ -124,7 +135,7 @@ impl AtDriver {
         }
         preload.push(theirs);
         command.env("LD_PRELOAD", preload).env("VRAMLAB_CUDA", &self.driver);
-        command.env("VRAMLAB_INJECT_RECORD", &folder.path).env("VRAMLAB_INJECT_FREE", self.free.name());
+        command.env("VRAMLAB_INJECT_RECORD", &own).env("VRAMLAB_INJECT_FREE", self.free.name());
         if let Some(alloc) = launch.alloc {
             command.env("VRAMLAB_INJECT_ALLOC", alloc.to_string());
         }
@@ -147,8 +158,13 @@ impl AtDriver {
         if self.all {
             command.env("VRAMLAB_INJECT_TORCH", "1").env_remove("VRAMLAB_ALLOC");
         }
-        Ok(())
+        Ok(elsewhere)
     }
+}
+
+/// Whether `LD_PRELOAD` can name a path: the dynamic linker has no way to quote what separates paths in it.
+fn is_preloadable(path: &Path) -> bool {
+    !path.as_os_str().as_encoded_bytes().iter().any(|byte| b" :".contains(byte))
 }
 
 /// One line for each other library that sees or replaces calls of the driver.

@@ -68,9 +68,25 @@ impl Folder {
         })
     }
 
+    /// Makes the folder of this run alone within it: another run that shares it may end earlier.
+    ///
+    /// # Errors
+    /// It cannot be made.
+    pub(super) fn make_own(&self) -> std::io::Result<PathBuf> {
+        let own = self.own();
+        private_folders().create(&own)?;
+        Ok(own)
+    }
+
+    /// The folder that [`make_own`](Self::make_own) makes.
+    pub(super) fn own(&self) -> PathBuf {
+        self.path.join(format!(".{}", self.run))
+    }
+
     /// Takes it away again, where nothing ran: it was made for this run and is empty.
     pub(crate) fn discard(&self) {
         drop(self.record.borrow_mut().take());
+        let _ = std::fs::remove_dir_all(self.own());
         if self.made {
             // A directory with files stays.
             let _ = std::fs::remove_dir(&self.path);

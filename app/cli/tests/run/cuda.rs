@@ -1,10 +1,10 @@
 //! Programs that use CUDA without PyTorch: over a stand-in for the driver in C, which the tests of the library between build too.
 
-use super::{process, record};
+use super::{Live, process, record};
 use crate::common::{PROGRAM, Ran, TestDir};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 
 /// Builds the stand-in and the program there; `None`, with a line, where the library between is not built.
 fn build(test_dir: &TestDir) -> Option<PathBuf> {
@@ -61,6 +61,40 @@ fn memory_calls_of_a_c_program_are_recorded_and_read() {
     }
     let names = crate::common::names(&test_dir.at("out"));
     assert!(names.iter().all(|name| !name.ends_with(".bin") && !name.ends_with(".so")), "{names:?}");
+}
+
+/// The record of a program that has ended is the run's own until that ends.
+#[test]
+#[ignore = "needs a C compiler"]
+fn runs_that_share_a_folder_read_their_own_calls() {
+    let test_dir = TestDir::new();
+    let Some(driver) = build(&test_dir) else { return };
+    let script = "./program dlsym loop; echo ready; read line";
+    let mut first = process(&test_dir, &["run", "-o", "out", "--", "sh", "-c", script]);
+    first.env("VRAMLAB_CUDA", &driver).env("LD_LIBRARY_PATH", test_dir.at(".")).env("PLAIN", "1").stdin(Stdio::piped());
+    let mut first = Live::start(first);
+    while first.line() != "ready" {}
+    run(&test_dir, &driver, &["-o", "out"], "dlsym", "loop").ok();
+    drop(first.child.stdin.take());
+    assert_eq!(first.end().0.code(), Some(1), "of `read`, whose input ends");
+    for name in ["program.json", "program-2.json"] {
+        let left: Value =
+            serde_json::from_str(&std::fs::read_to_string(test_dir.at("out").join(name)).unwrap()).unwrap();
+        assert_eq!((left["cuda"].as_array().unwrap().len(), &left["cuda"][0]["count"]), (1, &json!(400)), "{name}");
+    }
+    let names = crate::common::names(&test_dir.at("out"));
+    assert!(names.iter().all(|name| name.ends_with(".json") || name.ends_with(".jsonl")), "{names:?}");
+}
+
+#[test]
+#[ignore = "needs a C compiler"]
+fn any_folder_can_be_named() {
+    let test_dir = TestDir::new();
+    let Some(driver) = build(&test_dir) else { return };
+    for name in ["a space", "a:colon", "a\nnewline"] {
+        run(&test_dir, &driver, &["-o", name], "unversioned", "loop").ok();
+        assert_eq!(record(&test_dir, name)["cuda"][0]["count"], 400, "{name:?}");
+    }
 }
 
 #[test]

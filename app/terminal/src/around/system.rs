@@ -52,8 +52,8 @@ impl Listening {
     /// Starts the command and waits for its end, or kills it. A signal that arrives before the start is delivered after it. `ended`
     /// is called while signals are still passed to the command.
     pub(super) fn run(&self, command: &mut Command, ended: impl FnOnce(ExitStatus)) -> std::io::Result<Outcome> {
-        if signals::children_were_ignored() {
-            ignore_children(command);
+        for signal in signals::ignored_on_start() {
+            ignore(command, signal);
         }
         if let Some(mask) = signals::mask_on_start() {
             set_mask(command, mask);
@@ -223,19 +223,19 @@ pub fn end_with_parent(command: &mut Command) {
     unsafe { command.pre_exec(ask) };
 }
 
-/// Makes a command ignore SIGCHLD, as this process did on start.
-fn ignore_children(command: &mut Command) {
-    let ignore = || {
+/// Makes a command ignore a signal, as this process did on start.
+fn ignore(command: &mut Command, signal: i32) {
+    let ignore = move || {
         // SAFETY: `signal` sets a disposition and takes no pointer.
-        let before = unsafe { libc::signal(libc::SIGCHLD, libc::SIG_IGN) };
+        let before = unsafe { libc::signal(signal, libc::SIG_IGN) };
         if before == libc::SIG_ERR { Err(std::io::Error::last_os_error()) } else { Ok(()) }
     };
     // SAFETY: code between fork and exec must be async-signal-safe; `signal` is, and nothing is allocated.
     unsafe { command.pre_exec(ignore) };
 }
 
-/// Unblocks signals in the calling thread. Returns the mask from before if one of them was blocked.
-pub(crate) fn unblock(signals: &[i32]) -> std::io::Result<Option<libc::sigset_t>> {
+/// Unblocks signals in the calling thread. Returns the mask from before.
+pub(crate) fn unblock(signals: &[i32]) -> std::io::Result<libc::sigset_t> {
     let mut open = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
     // SAFETY: `sigemptyset` writes a complete set to the place that the pointer names, which is this function's own.
     unsafe { libc::sigemptyset(open.as_mut_ptr()) };
@@ -251,12 +251,10 @@ pub(crate) fn unblock(signals: &[i32]) -> std::io::Result<Option<libc::sigset_t>
     if error != 0 {
         return Err(std::io::Error::from_raw_os_error(error));
     }
-    // SAFETY: the call above initialised the set.
-    let was_blocked = |signal: &i32| unsafe { libc::sigismember(&raw const before, *signal) } == 1;
-    Ok(signals.iter().any(was_blocked).then_some(before))
+    Ok(before)
 }
 
-/// Starts a command with a signal mask: that of this process on start.
+/// Starts a command with a signal mask: that of this process on start. Rust's library would unblock all.
 fn set_mask(command: &mut Command, mask: libc::sigset_t) {
     let set = move || {
         // SAFETY: the set is initialised and the closure's own; a null pointer requests no previous mask.

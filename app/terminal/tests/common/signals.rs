@@ -23,21 +23,29 @@ extern "C" fn reset() {
     unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, none.as_ptr(), std::ptr::null_mut()) };
 }
 
-/// Makes a command start with every signal blocked, and if requested ignored, as a careless supervisor starts it.
+/// Makes a command start with signals blocked, and others ignored, as a careless supervisor starts it.
 #[allow(dead_code, reason = "not every test program starts a command so")]
-pub(crate) fn withhold(command: &mut std::process::Command, ignored: bool) {
+pub(crate) fn withhold(
+    command: &mut std::process::Command,
+    blocked: std::ops::Range<i32>,
+    ignored: std::ops::Range<i32>,
+) {
     use std::os::unix::process::CommandExt;
     let set = move || {
         // The system refuses some: SIGKILL, SIGSTOP and those of the C library.
-        for signal in if ignored { 1..32 } else { 0..0 } {
+        for signal in ignored.clone() {
             // SAFETY: `signal` sets a disposition and takes no pointer.
             unsafe { libc::signal(signal, libc::SIG_IGN) };
         }
-        let mut all = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
-        // SAFETY: `sigfillset` writes a complete set to this closure's own place.
-        unsafe { libc::sigfillset(all.as_mut_ptr()) };
-        // SAFETY: `sigfillset` initialised the set; a null pointer requests no previous mask.
-        unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, all.as_ptr(), std::ptr::null_mut()) };
+        let mut mask = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
+        // SAFETY: `sigemptyset` writes a complete set to this closure's own place.
+        unsafe { libc::sigemptyset(mask.as_mut_ptr()) };
+        for signal in blocked.clone() {
+            // SAFETY: `sigemptyset` initialised the set.
+            unsafe { libc::sigaddset(mask.as_mut_ptr(), signal) };
+        }
+        // SAFETY: `sigemptyset` initialised the set; a null pointer requests no previous mask.
+        unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, mask.as_ptr(), std::ptr::null_mut()) };
         Ok(())
     };
     // SAFETY: code between fork and exec must be async-signal-safe; the closure's calls are, and nothing is allocated.

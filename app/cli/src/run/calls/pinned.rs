@@ -89,7 +89,12 @@ impl Pinned {
     ///
     /// # Errors
     /// The recording cannot be written.
-    pub(super) fn write(calls: &Calls, stacks: &Stacks, notes: &Notes, folder: &Folder) -> Result<Option<PinnedUse>> {
+    pub(super) fn write(
+        calls: &Calls,
+        stacks: &Stacks,
+        notes: &Notes,
+        (folder, name): (&Folder, &str),
+    ) -> Result<Option<PinnedUse>> {
         let mut out = Self::default();
         let mut file: Option<(PathBuf, PathBuf, OutputFile)> = None;
         let mut written = std::collections::BTreeSet::new();
@@ -99,7 +104,7 @@ impl Pinned {
             let (path, _, file) = match &mut file {
                 Some(file) => file,
                 empty => {
-                    let name = format!("calls-{}-host.jsonl", calls.pid);
+                    let name = format!("{name}-host.jsonl");
                     let path = folder.path.join(&name);
                     let made = create_private(&path, Existing::Replace)?;
                     empty.insert((path, folder.shown.join(name), made))
