@@ -309,3 +309,74 @@ fn memory_of_others_is_not_known() {
     let text = "Error out of memory at line 380 in file /home/user/bitsandbytes/csrc/pythonInterface.c";
     check(text, "cuda", &["undecided"]);
 }
+
+#[test]
+fn memory_of_the_host_is_no_memory_of_the_gpu() {
+    // numpy/numpy#13306, MIC-DKFZ/nnUNet#2213
+    let array = "numpy.core._exceptions._ArrayMemoryError: Unable to allocate 1.61 GiB for an array with shape (753, 536, 536) and data type float64";
+    let found = check(array, "host-memory", &["undecided"]);
+    near(&found, "requested_bytes", (1.61 * GIB).round());
+    has(&found, "host memory (RAM), not GPU memory");
+    assert_eq!(found["next"], "free -h");
+    for text in [
+        "terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc\nAborted (core dumped)",
+        "OSError: [Errno 12] Cannot allocate memory",
+        "Traceback (most recent call last):\n  File \"a.py\", line 1, in <module>\nMemoryError",
+        "RuntimeError: unable to mmap 4096 bytes from file </torch_1234_5>: Cannot allocate memory (12)",
+    ] {
+        check(text, "host-memory", &["undecided"]);
+    }
+    // pytorch/pytorch#108861
+    let worker = "RuntimeError: DataLoader worker (pid 11011) is killed by signal: Killed. ";
+    has(&check(worker, "kernel-oom", &["undecided"]), "not GPU memory");
+    unknown("Redis: Can't save in background: fork: Cannot allocate memory");
+    // The GPU's own message counts, whatever else the log has.
+    let both = format!("{}\n{array}", modern("2.00 GiB", "8.00 GiB", "1.00 GiB", ""));
+    assert_eq!(crate::oom::answer(&both)["source"], "pytorch");
+}
+
+#[test]
+fn a_full_dev_shm_is_named() {
+    for text in [
+        // pytorch/pytorch#108861
+        "RuntimeError: DataLoader worker (pid 11011) is killed by signal: Bus error. It is possible that dataloader's workers are out of \
+         shared memory. Please try to raise your shared memory limit.",
+        // facebookresearch/mmf#441
+        "ERROR: Unexpected bus error encountered in worker. This might be caused by insufficient shared memory (shm).",
+        "RuntimeError: unable to write to file </torch_4711_1>: No space left on device (28)",
+    ] {
+        let found = check(text, "shared-memory", &["undecided"]);
+        has(&found, "/dev/shm");
+        has(&found, "--shm-size");
+        assert_eq!(found["next"], "df -h /dev/shm");
+    }
+    // NVIDIA/nccl-tests#166, NVIDIA/nccl#525
+    for text in [
+        "misc/shmutils.cc:71 NCCL WARN Error: failed to extend /dev/shm/nccl-fjwOOB to 5967876 bytes\n\n\
+         misc/shmutils.cc:112 NCCL WARN Error while creating shared memory segment /dev/shm/nccl-fjwOOB (size 5967872)",
+        "include/shm.h:28 NCCL WARN Call to posix_fallocate failed : No space left on device\n\
+         include/shm.h:48 NCCL WARN Error while creating shared memory segment nccl-shm-recv-1462445a6f01cbfc-1-2-3 (size 5967872)",
+    ] {
+        assert_eq!(check(text, "shared-memory", &["undecided"])["requested_bytes"], 5_967_872);
+    }
+    // NVIDIA/nccl#1518: another fault of the same segment.
+    unknown(
+        "[1] misc/shmutils.cc:114 NCCL WARN Error while creating shared memory segment /dev/shm/nccl-NzwJ7O (size 9637888)",
+    );
+}
+
+#[test]
+fn ray_ends_tasks_for_memory_of_the_node() {
+    // real-stanford/flingbot#11
+    let text = "ray.exceptions.OutOfMemoryError: Task was killed due to the node running low on memory.\n\
+                Memory on the node (IP: 192.168.0.107, ID: fc2befb2) where the task (actor ID: f9cc, name=SimEnv.__init__, pid=4331, \
+                memory used=2.22GB) was running was 59.49GB / 62.58GB (0.950744), which exceeds the memory usage threshold of 0.95. \
+                Ray killed this worker";
+    let found = check(text, "ray", &["undecided"]);
+    near(&found, "total_bytes", (62.58 * GIB).round());
+    near(&found, "free_bytes", ((62.58 - 59.49) * GIB).round());
+    has(&found, "not GPU memory");
+    // WM-PO/WMPO#3
+    let log = "(raylet) node_manager.cc:3277: 2 Workers (tasks / actors) killed due to memory pressure (OOM), 0 Workers crashed";
+    check(log, "ray", &["undecided"]);
+}

@@ -68,6 +68,9 @@ fn message(source: Reporter, facts: &Facts) -> String {
         Reporter::KernelOom => return super::host::message(facts),
         Reporter::Cuda if facts.platform == Platform::Hip => "HIP",
         Reporter::Pinning | Reporter::Cuda => "CUDA",
+        Reporter::SharedMemory => "Shared memory",
+        Reporter::HostMemory => "The program",
+        Reporter::Ray => "Ray",
     };
     let gpu = facts.gpu.map_or(String::new(), |gpu| format!(" on GPU {gpu}"));
     let mut parts = Vec::new();
@@ -453,7 +456,10 @@ fn next(source: Reporter, platform: Platform, findings: &[Finding]) -> String {
         Reporter::Triton => "python YOUR_PROGRAM.py".into(),
         _ if elsewhere && source != Reporter::NvidiaSmi => platform.tool().into(),
         _ if pytorch => command("vramlab", "run -- python YOUR_PROGRAM.py"),
-        Reporter::PytorchCpu | Reporter::TensorflowCpu | Reporter::GgmlCpu => "free -h".into(),
+        Reporter::PytorchCpu | Reporter::TensorflowCpu | Reporter::GgmlCpu | Reporter::HostMemory | Reporter::Ray => {
+            "free -h".into()
+        }
+        Reporter::SharedMemory => "df -h /dev/shm".into(),
         Reporter::XlaTpu => "tpu-info".into(),
         _ => platform.tool().into(),
     }

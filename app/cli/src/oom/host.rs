@@ -1,6 +1,8 @@
-//! Messages about the host's memory: of the kernel that ended a program, and of PyTorch and CUDA that could not pin any.
+//! Messages about the host's memory: of the kernel or Ray, which end a program, of PyTorch and CUDA that could not pin any, of a full
+//! `/dev/shm`, and of Python, NumPy and C++.
 
-use super::text::{Facts, Reporter, size};
+use super::lines::joined;
+use super::text::{Facts, Reporter, number_after, size, size_after};
 use vramlab::Bytes;
 
 /// The kernel's line about a process that it ended, in `dmesg` or a container's log.
@@ -24,7 +26,14 @@ pub(super) fn kernel(text: &str) -> Option<(Reporter, Facts)> {
 
 /// What a scheduler says of a process that the kernel ended, without its numbers.
 pub(super) fn ended(text: &str) -> Option<(Reporter, Facts)> {
-    let words = ["OOMKilled", "oom-kill event", "oom_kill event", "cgroup out-of-memory handler"];
+    let words = [
+        "OOMKilled",
+        "oom-kill event",
+        "oom_kill event",
+        "cgroup out-of-memory handler",
+        // PyTorch's loader: a worker that got SIGKILL.
+        "is killed by signal: Killed",
+    ];
     let is_ended = words.iter().any(|words| text.contains(words));
     is_ended.then(|| (Reporter::KernelOom, Facts { failures: 1, ..Facts::default() }))
 }
@@ -60,6 +69,50 @@ pub(super) fn pinned(text: &str) -> Option<(Reporter, Facts)> {
     (failed && pins && !of_gpu).then(|| (Reporter::Pinning, Facts { failures: 1, ..Facts::default() }))
 }
 
+/// `/dev/shm` is full, where loader workers and NCCL share memory.
+pub(super) fn shared(text: &str) -> Option<(Reporter, Facts)> {
+    let message = joined(text);
+    let of_loader = [
+        "workers are out of shared memory",
+        "insufficient shared memory (shm)",
+        "unable to allocate shared memory(shm)",
+        "unable to write to file </torch_",
+    ];
+    let of_nccl = ["creating shared memory segment", "failed to extend /dev/shm/nccl"];
+    let segment = of_nccl.iter().find_map(|words| message.rfind(words)).map(|at| &message[at..]);
+    let is_full =
+        ["No space left on device", "failed to extend /dev/shm/nccl"].iter().any(|words| message.contains(words));
+    let found = of_loader.iter().any(|words| message.contains(words)) || segment.is_some() && is_full;
+    let requested_bytes = segment.and_then(|segment| number_after(segment, "(size "));
+    found.then(|| (Reporter::SharedMemory, Facts { failures: 1, requested_bytes, ..Facts::default() }))
+}
+
+/// Ray, which ends a task before the node's memory is full.
+pub(super) fn ray(text: &str) -> Option<(Reporter, Facts)> {
+    let message = joined(text);
+    let mut facts = Facts { failures: 1, ..Facts::default() };
+    let node = message.rsplit_once(" was running was ").and_then(|(_, rest)| rest.split_once(" / "));
+    if let Some((used, total)) = node.filter(|_| message.contains("exceeds the memory usage threshold")) {
+        facts.total_bytes = size(total);
+        facts.free_bytes = facts.total_bytes.zip(size(used)).map(|(total, used)| total.saturating_sub(used));
+        return Some((Reporter::Ray, facts));
+    }
+    let words = ["Task was killed due to the node running low on memory", "killed due to memory pressure (OOM)"];
+    words.iter().any(|words| message.contains(words)).then_some((Reporter::Ray, facts))
+}
+
+/// Python, NumPy or C++, which the system refused memory.
+pub(super) fn refused(text: &str) -> Option<(Reporter, Facts)> {
+    let message = joined(text);
+    let array =
+        message.rfind("Unable to allocate ").map(|at| &message[at..]).filter(|text| text.contains(" for an array"));
+    let words = ["std::bad_alloc", "[Errno 12] Cannot allocate memory", "Cannot allocate memory (12)"];
+    let is_python = |line: &str| line.trim() == "MemoryError" || line.trim_start().starts_with("MemoryError: ");
+    let found = array.is_some() || words.iter().any(|words| message.contains(words)) || text.lines().any(is_python);
+    let requested_bytes = array.and_then(|array| size_after(array, "Unable to allocate "));
+    found.then(|| (Reporter::HostMemory, Facts { failures: 1, requested_bytes, ..Facts::default() }))
+}
+
 /// What the kernel ended, with the numbers of its line.
 pub(super) fn message(facts: &Facts) -> String {
     let resident = facts.process_bytes.map_or_else(|| "an unknown size".to_owned(), |bytes| Bytes(bytes).to_string());
@@ -89,7 +142,13 @@ pub(super) fn cause(source: Reporter, facts: &Facts) -> Option<&'static str> {
         Reporter::GgmlCpu if facts.free_bytes.is_some() => {
             "Cause: host memory (RAM), not GPU memory: less is free than the model needs."
         }
-        Reporter::GgmlCpu => "Cause: host memory (RAM), not GPU memory.",
+        Reporter::GgmlCpu | Reporter::HostMemory => "Cause: host memory (RAM), not GPU memory.",
+        Reporter::Ray => {
+            "Cause: host memory (RAM) of the node, not GPU memory. Ray ends a task when less than a share of it is free."
+        }
+        Reporter::SharedMemory => {
+            "Cause: shared memory of the host (/dev/shm), not GPU memory. A container has little of it unless it is started with more."
+        }
         Reporter::Pinning => {
             "Cause: host memory could not be pinned. CUDA reports that with the words of a full GPU; the limit is free RAM, the \
              container's limit, or on WSL about 1 GiB of pinned memory in all."
@@ -107,6 +166,14 @@ pub(super) fn remedy(source: Reporter, facts: &Facts) -> Option<&'static str> {
         Reporter::Pinning if facts.failures == 0 => "Nothing has to change; more free RAM may end the warning.",
         Reporter::GgmlCpu => "Free RAM or add swap, or use a smaller model, quantization or context.",
         Reporter::Pinning => PIN_LESS,
+        Reporter::HostMemory => {
+            "Use a smaller array or batch or fewer processes, or a machine or container with more RAM."
+        }
+        Reporter::Ray => "Run fewer tasks at once (num_cpus of each task), or use a node with more RAM.",
+        Reporter::SharedMemory => {
+            "Start the container with more (docker run --shm-size, or --ipc=host), remove files in /dev/shm that ended programs left, \
+             or use fewer loader workers."
+        }
         _ => return None,
     })
 }

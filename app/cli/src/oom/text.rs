@@ -66,6 +66,12 @@ pub(crate) enum Reporter {
     KernelOom,
     /// PyTorch or CUDA, which could not pin host memory.
     Pinning,
+    /// PyTorch's loader workers or NCCL, which share memory of the host.
+    SharedMemory,
+    /// Python, NumPy or C++, for memory of the host.
+    HostMemory,
+    /// Ray, which ended a task for want of the node's memory.
+    Ray,
     /// CUDA itself.
     Cuda,
 }
@@ -199,7 +205,13 @@ fn library(text: &str) -> Option<(Reporter, Facts)> {
         .or_else(|| host(text))
         .or_else(|| engines::triton(text))
         .or_else(|| nvidia_smi(text));
-    found.or_else(|| super::host::pinned(text)).or_else(|| disguised(text)).or_else(|| super::host::ended(text))
+    found
+        .or_else(|| super::host::shared(text))
+        .or_else(|| super::host::ray(text))
+        .or_else(|| super::host::pinned(text))
+        .or_else(|| disguised(text))
+        .or_else(|| super::host::refused(text))
+        .or_else(|| super::host::ended(text))
 }
 
 /// PyTorch's message from 1.0 on.

@@ -73,7 +73,8 @@ pub(crate) fn findings(source: Reporter, facts: &Facts) -> Vec<Finding> {
 
 fn cause(source: Reporter, facts: &Facts) -> Option<Finding> {
     // Of a check of host memory the numbers are not the device's.
-    if matches!(source, Reporter::NvidiaSmi | Reporter::GgmlCpu) {
+    let of_host = [Reporter::GgmlCpu, Reporter::HostMemory, Reporter::SharedMemory, Reporter::Ray];
+    if source == Reporter::NvidiaSmi || of_host.contains(&source) {
         return None;
     }
     let requested = facts.requested_bytes?;
