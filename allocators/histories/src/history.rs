@@ -142,7 +142,7 @@ impl History {
         self.pools.undetermined
     }
 
-    /// Failed requests above [`MAX_BYTES`], which are no operations; `None` if there are none.
+    /// Failed requests above [`MAX_BYTES`], which are not among the operations; `None` if there are none.
     #[must_use]
     pub fn impossible_requests(&self) -> Option<ImpossibleRequests> {
         self.impossible

@@ -58,7 +58,6 @@ unsafe extern "C-unwind" {
 
 /// Makes calls during which the thread is not cancelled (`pthread_cancel`): locks of the library and of the driver would stay locked, and
 /// Rust ends the process where the C library unwinds through `catch_unwind`. A cancellation waits for the next point after the calls.
-/// That costs 6 ns.
 #[inline(always)]
 pub(crate) fn uncancelled<T: Copy>(calls: impl FnOnce() -> T) -> T {
     /// A function of its own, so that its callers have nothing to clean up: the C library could not end a thread through those that have.

@@ -147,7 +147,7 @@ fn open() -> Option<&'static Map> {
     let folder = settings::get().record.as_ref();
     let opened = folder.and_then(|folder| {
         let said = |error: &std::io::Error| {
-            // A process that outlives `vramlab run` finds no folder any more, which is no fault.
+            // A process that outlives `vramlab run` no longer finds the folder. That is not worth a line.
             if error.kind() != std::io::ErrorKind::NotFound {
                 settings::say(&format!("calls are not recorded: {}: {error}", folder.display()));
             }

@@ -3,11 +3,6 @@
 use super::lines::joined;
 use super::text::{Facts, Reporter, leading_number, number_after, size, size_after, size_at_end, size_before};
 
-/// One failure and no numbers.
-fn failure() -> Facts {
-    Facts { failures: 1, ..Facts::default() }
-}
-
 pub(super) fn vllm(text: &str) -> Option<(Reporter, Facts)> {
     let message = joined(text);
     let begins = [
@@ -29,14 +24,14 @@ pub(super) fn vllm(text: &str) -> Option<(Reporter, Facts)> {
             free_bytes: size(&format!("{free} GiB")),
             total_bytes: size(total),
             requested_bytes: rest.split_once("utilization (").and_then(|(_, rest)| size(rest.split_once(", ")?.1)),
-            ..failure()
+            ..Facts::failure()
         };
         return Some((Reporter::VllmStart, facts));
     }
     if message[at..].starts_with("No available memory") {
         return Some((Reporter::VllmCache, without_cache(&message[..at])));
     }
-    let mut facts = failure();
+    let mut facts = Facts::failure();
     // A terminal breaks a long line inside of a word, so the words around the sizes are not all looked for.
     if let Some((_, rest)) = message.rsplit_once("To serve at least one request").or(message.rsplit_once("max seq len"))
     {
@@ -58,7 +53,7 @@ fn without_cache(log: &str) -> Facts {
         limit_bytes: log.rsplit_once("gpu_memory_utilization (").and_then(|(_, rest)| size_after(rest, ") = ")),
         allocated_bytes: taken.into_iter().try_fold(0, |sum: u64, front| Some(sum.saturating_add(last(front)?))),
         is_pool_full: true,
-        ..failure()
+        ..Facts::failure()
     }
 }
 
@@ -70,7 +65,7 @@ pub(super) fn sglang(text: &str) -> Option<(Reporter, Facts)> {
     let starts = text.contains("Not enough memory. Please try to increase --mem-fraction-static");
     let full = ["Decode out of memory. Try to lower", "Prefill out of memory. Try to lower"];
     let is_pool_full = full.iter().any(|words| text.contains(words));
-    (starts || is_pool_full).then(|| (Reporter::Sglang, Facts { is_pool_full, ..failure() }))
+    (starts || is_pool_full).then(|| (Reporter::Sglang, Facts { is_pool_full, ..Facts::failure() }))
 }
 
 /// CUDA.jl's message, and the state of its pool below it.
@@ -126,7 +121,7 @@ pub(super) fn ggml(text: &str) -> Option<(Reporter, Facts)> {
         return Some((Reporter::Pinning, Facts { requested_bytes: size(rest), ..Facts::default() }));
     }
     let at = ["CUDA error: out of memory", "ROCm error: out of memory"].iter().find_map(|words| text.rfind(words))?;
-    Some((Reporter::Ggml, Facts { gpu: number_after(&text[at..], "current device: "), ..failure() }))
+    Some((Reporter::Ggml, Facts { gpu: number_after(&text[at..], "current device: "), ..Facts::failure() }))
 }
 
 /// The last line of ggml's that names a size.
@@ -151,7 +146,7 @@ fn refused_buffer(text: &str) -> Option<(Reporter, Facts)> {
         let source = if is_host { Reporter::GgmlCpu } else { Reporter::Ggml };
         let digits = name.trim_start_matches(|character: char| !character.is_ascii_digit());
         let gpu = number_after(line, "on device ").or_else(|| leading_number(digits));
-        last = Some((source, Facts { gpu, requested_bytes: bytes, ..failure() }));
+        last = Some((source, Facts { gpu, requested_bytes: bytes, ..Facts::failure() }));
     }
     last
 }
@@ -162,7 +157,7 @@ fn ollama(text: &str) -> Option<(Reporter, Facts)> {
     let facts = Facts {
         requested_bytes: size_after(&message, "system memory ("),
         free_bytes: size_after(&message, "than is available ("),
-        ..failure()
+        ..Facts::failure()
     };
     Some((Reporter::GgmlCpu, facts))
 }
@@ -171,14 +166,14 @@ fn ollama(text: &str) -> Option<(Reporter, Facts)> {
 pub(super) fn metal(text: &str) -> Option<(Reporter, Facts)> {
     if let Some((_, rest)) = text.rsplit_once("[metal::malloc] Attempting to allocate ") {
         let limit_bytes = size_after(&joined(rest), "maximum allowed buffer size of ");
-        return Some((Reporter::Metal, Facts { requested_bytes: size(rest), limit_bytes, ..failure() }));
+        return Some((Reporter::Metal, Facts { requested_bytes: size(rest), limit_bytes, ..Facts::failure() }));
     }
     let words = [
         "ggml_metal_buffer_type_alloc_buffer: error: failed to allocate buffer, size = ",
         "kIOGPUCommandBufferCallbackErrorOutOfMemory",
     ];
     let at = words.iter().find_map(|words| text.rfind(words))?;
-    Some((Reporter::Metal, Facts { requested_bytes: size_after(&text[at..], "size = "), ..failure() }))
+    Some((Reporter::Metal, Facts { requested_bytes: size_after(&text[at..], "size = "), ..Facts::failure() }))
 }
 
 /// Triton's kernel needs more shared memory of a multiprocessor than the GPU has. A message about memory behind it is another's.
@@ -190,7 +185,7 @@ pub(super) fn triton(text: &str) -> Option<(Reporter, Facts)> {
     let facts = Facts {
         requested_bytes: number_after(&message, "Required: "),
         limit_bytes: number_after(&message, "Hardware limit: "),
-        ..failure()
+        ..Facts::failure()
     };
     Some((Reporter::Triton, facts))
 }
@@ -221,7 +216,7 @@ pub(super) fn with_driver_report(text: &str) -> Option<(Reporter, Facts)> {
         let facts = Facts {
             free_bytes: number_after(&rest, "Free memory: "),
             requested_bytes: number_after(&rest, "Requested memory: "),
-            ..failure()
+            ..Facts::failure()
         };
         return facts.requested_bytes.map(|_| (Reporter::Xgboost, facts));
     }
@@ -230,7 +225,7 @@ pub(super) fn with_driver_report(text: &str) -> Option<(Reporter, Facts)> {
         requested_bytes: front.rsplit_once(' ').and_then(|(_, bytes)| leading_number(bytes)),
         free_bytes: leading_number(rest),
         total_bytes: number_after(rest, "free and "),
-        ..failure()
+        ..Facts::failure()
     };
     Some((Reporter::Cuda, facts))
 }

@@ -35,7 +35,7 @@ pub(super) fn ended(text: &str) -> Option<(Reporter, Facts)> {
         "is killed by signal: Killed",
     ];
     let is_ended = words.iter().any(|words| text.contains(words));
-    is_ended.then(|| (Reporter::KernelOom, Facts { failures: 1, ..Facts::default() }))
+    is_ended.then(|| (Reporter::KernelOom, Facts::failure()))
 }
 
 /// The text behind the kernel's last line.
@@ -66,7 +66,7 @@ pub(super) fn pinned(text: &str) -> Option<(Reporter, Facts)> {
     let is_argument = |rest: &str| rest.trim_start_matches(['"', '\'', ' ']).starts_with(['=', ':', ',']);
     let pins =
         PINNING.iter().any(|word| text.match_indices(word).any(|(at, _)| !is_argument(&text[at + word.len()..])));
-    (failed && pins && !of_gpu).then(|| (Reporter::Pinning, Facts { failures: 1, ..Facts::default() }))
+    (failed && pins && !of_gpu).then(|| (Reporter::Pinning, Facts::failure()))
 }
 
 /// `/dev/shm` is full, where loader workers and NCCL share memory.
@@ -84,13 +84,13 @@ pub(super) fn shared(text: &str) -> Option<(Reporter, Facts)> {
         ["No space left on device", "failed to extend /dev/shm/nccl"].iter().any(|words| message.contains(words));
     let found = of_loader.iter().any(|words| message.contains(words)) || segment.is_some() && is_full;
     let requested_bytes = segment.and_then(|segment| number_after(segment, "(size "));
-    found.then(|| (Reporter::SharedMemory, Facts { failures: 1, requested_bytes, ..Facts::default() }))
+    found.then(|| (Reporter::SharedMemory, Facts { requested_bytes, ..Facts::failure() }))
 }
 
 /// Ray, which ends a task before the node's memory is full.
 pub(super) fn ray(text: &str) -> Option<(Reporter, Facts)> {
     let message = joined(text);
-    let mut facts = Facts { failures: 1, ..Facts::default() };
+    let mut facts = Facts::failure();
     let node = message.rsplit_once(" was running was ").and_then(|(_, rest)| rest.split_once(" / "));
     if let Some((used, total)) = node.filter(|_| message.contains("exceeds the memory usage threshold")) {
         facts.total_bytes = size(total);
@@ -110,7 +110,7 @@ pub(super) fn refused(text: &str) -> Option<(Reporter, Facts)> {
     let is_python = |line: &str| line.trim() == "MemoryError" || line.trim_start().starts_with("MemoryError: ");
     let found = array.is_some() || words.iter().any(|words| message.contains(words)) || text.lines().any(is_python);
     let requested_bytes = array.and_then(|array| size_after(array, "Unable to allocate "));
-    found.then(|| (Reporter::HostMemory, Facts { failures: 1, requested_bytes, ..Facts::default() }))
+    found.then(|| (Reporter::HostMemory, Facts { requested_bytes, ..Facts::failure() }))
 }
 
 /// What the kernel ended, with the numbers of its line.

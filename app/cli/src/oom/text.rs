@@ -160,6 +160,11 @@ impl Platform {
 }
 
 impl Facts {
+    /// One failure and no numbers.
+    pub(super) fn failure() -> Self {
+        Self { failures: 1, ..Self::default() }
+    }
+
     /// Reserved by the library's allocator.
     pub(crate) fn reserved(&self) -> Option<u64> {
         Some(self.allocated_bytes?.saturating_add(self.unallocated_bytes?))
