@@ -171,6 +171,12 @@ impl Device {
         self.executor.busy_ns()
     }
 
+    /// Names of the kernels launched so far that the simulated device's profile has no cost of, sorted; none on a GPU.
+    #[must_use]
+    pub fn kernels_without_cost(&self) -> Vec<&'static str> {
+        self.executor.kernels_without_cost()
+    }
+
     /// The kernels, where they run on a GPU.
     pub(crate) fn kernels(&self) -> Option<&CudaKernels> {
         self.executor.kernels()
@@ -442,6 +448,11 @@ trait Executor: fmt::Debug + Send + Sync {
     /// Device time in kernels and copies so far; `None` on a device that cannot tell.
     fn busy_ns(&self) -> Option<u64> {
         None
+    }
+
+    /// As [`Device::kernels_without_cost`].
+    fn kernels_without_cost(&self) -> Vec<&'static str> {
+        Vec::new()
     }
 
     /// Names a stream on a profiler's timeline, if a profiler can see it.

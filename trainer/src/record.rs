@@ -193,6 +193,9 @@ pub struct Summary {
     /// The cost of each driver call on the idle device.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub idle_costs: Option<IdleCosts>,
+    /// Launched kernels that the simulated device's profile has no cost of: each took the time of its default kernel.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub kernels_without_cost: Vec<&'static str>,
     /// Allocator statistics under PyTorch's names.
     pub allocator_stats: Stats,
     /// Gauges of `allocator_stats` whose peaks are upper bounds.

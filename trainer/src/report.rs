@@ -84,6 +84,12 @@ fn epochs(summary: &Summary, page: &mut Page) {
     let dtype = name(settings.chosen.dtype);
     page.title(format!("Training with '{}' in {dtype} on {}", settings.allocator, summary.device.name));
     page.table(&table);
+    if let [first, rest @ ..] = &*summary.kernels_without_cost {
+        let more = if rest.is_empty() { String::new() } else { format!(" and {} more kernels", rest.len()) };
+        page.note(format!(
+            "the profile has no cost of {first}{more}, which take the time of its default kernel: times on a GPU may be very different"
+        ));
+    }
 }
 
 fn ranks(summary: &Summary, page: &mut Page) {

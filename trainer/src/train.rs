@@ -289,6 +289,7 @@ impl Run {
             blocked_method: device.blocked_method(),
             products: None,
             idle_costs: device.idle_costs().cloned(),
+            kernels_without_cost: Vec::new(),
             allocator_stats: stack.top.stats(),
             upper_bounds: Vec::new(),
             latency: Vec::new(),
@@ -446,6 +447,7 @@ impl Run {
         let summary = &mut self.summary;
         summary.process_s = self.started.elapsed().as_secs_f64();
         summary.driver_calls = self.context.device.calls();
+        summary.kernels_without_cost = self.context.device.kernels_without_cost();
         summary.allocator_stats = self.stack.top.stats();
         summary.upper_bounds = summary.allocator_stats.upper_bounds();
         summary.fragmentation = self.stack.top.ledger_at_peak();

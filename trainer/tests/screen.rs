@@ -137,3 +137,29 @@ fn what_comes_from_outside_moves_no_cursor() {
         }
     }
 }
+
+#[test]
+fn kernels_that_the_profile_has_no_cost_of_are_named() {
+    let test_dir = TempDir::new().unwrap();
+    let names = |device: &str, more: &[&str]| {
+        let arguments = ["--device", device, "--dataset", "iris", "--hidden", "16", "--epochs", "1", "--json"];
+        let output = trainer(&test_dir, &[&arguments[..], more].concat()).output().unwrap();
+        assert!(output.status.success(), "{output:?}");
+        let summary: Value = serde_json::from_slice(&output.stdout).unwrap();
+        summary["kernels_without_cost"].clone()
+    };
+    assert_eq!(names("sim", &[]), Value::Null);
+    let of_f16 = names("sim", &["--dtype", "f16"]);
+    let screen = of(&["--dtype", "f16"]);
+    let first = of_f16[0].as_str().unwrap();
+    assert!(screen.contains(&format!("the profile has no cost of {first} and")), "{screen}");
+    // With a cost of each, none is named, also in a graph.
+    let mut profile = serde_json::to_value(vramlab::Profile::h200()).unwrap();
+    for name in of_f16.as_array().unwrap() {
+        profile["kernels"][name.as_str().unwrap()] = profile["default_kernel"].clone();
+    }
+    std::fs::write(test_dir.path().join("gpu.json"), profile.to_string()).unwrap();
+    assert_eq!(names("sim:gpu.json", &["--dtype", "f16"]), Value::Null);
+    assert_ne!(names("sim", &["--dtype", "f16", "--launch", "graph"]), Value::Null);
+    assert_eq!(names("sim:gpu.json", &["--dtype", "f16", "--launch", "graph"])[0], "advance_cursor");
+}

@@ -4,6 +4,7 @@ use super::{Backend, Executor, HostWork, Parts};
 use crate::error::Result;
 use crate::ranks::{Clocks, Group};
 use kernels::{HostMemory, Operation};
+use std::collections::BTreeSet;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use vramlab::device::{CallArguments, CallObserver, CallOutcome, DriverResult, Hook, HookedDriver};
@@ -15,6 +16,8 @@ struct SimExecutor {
     driver: Arc<SimDriver>,
     /// Launches of the graph that is being captured.
     graph: Mutex<Option<Vec<HostWork>>>,
+    /// Launched kernels that the profile has no cost of.
+    without_cost: Mutex<BTreeSet<&'static str>>,
     /// The other ranks, where there are several.
     group: OnceLock<Arc<Group>>,
 }
@@ -27,7 +30,8 @@ pub(super) fn open(profile: Profile, observer: Option<CallObserver>) -> Result<P
     let driver = Arc::new(SimDriver::new(profile, SimMemory::Host));
     let stream = driver.stream_create()?;
     let meter = Arc::new(MeteredDriver::new(Arc::clone(&driver) as Arc<dyn Driver>, None, observer));
-    let executor = Arc::new(SimExecutor { driver, graph: Mutex::default(), group: OnceLock::new() });
+    let (graph, without_cost) = (Mutex::default(), Mutex::default());
+    let executor = Arc::new(SimExecutor { driver, graph, without_cost, group: OnceLock::new() });
     let program = Program(Arc::clone(&executor));
     let with_program = HookedDriver::with_hook(Arc::clone(&meter) as Arc<dyn Driver>, program);
     Ok(Parts { executor, driver: Arc::new(with_program), meter, stream, idle: None })
@@ -64,6 +68,10 @@ impl SimExecutor {
         self.graph.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn without_cost(&self) -> MutexGuard<'_, BTreeSet<&'static str>> {
+        self.without_cost.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Computes a sum over all ranks.
     fn sum(&self, addr: DeviceAddr, values: u64) -> Result<()> {
         let Some(group) = self.group.get() else { return Ok(()) };
@@ -82,8 +90,11 @@ impl SimExecutor {
 impl Executor for SimExecutor {
     unsafe fn launch(&self, operation: &dyn Operation, stream: StreamId) -> Result<()> {
         let work = operation.work();
-        let geometry = (work.blocks, work.iterations);
-        self.driver.launch(stream, operation.name(), geometry, work.bytes, &operation.buffers())?;
+        let (name, geometry) = (operation.name(), (work.blocks, work.iterations));
+        self.driver.launch(stream, name, geometry, work.bytes, &operation.buffers())?;
+        if !self.driver.profile().kernels.contains_key(name) {
+            self.without_cost().insert(name);
+        }
         if let Some(graph) = self.graph().as_mut() {
             graph.push(HostWork::Kernel(operation.boxed()));
             return Ok(());
@@ -142,6 +153,10 @@ impl Executor for SimExecutor {
 
     fn busy_ns(&self) -> Option<u64> {
         Some(self.driver.busy_ns())
+    }
+
+    fn kernels_without_cost(&self) -> Vec<&'static str> {
+        self.without_cost().iter().copied().collect()
     }
 }
 
