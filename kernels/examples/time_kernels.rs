@@ -17,8 +17,8 @@ use std::error::Error;
 use cudarc::driver::{result, sys};
 use kernels::{
     AddBias, AdvanceCursor, BiasGradient, ConvertElements, CountCorrect, CrossEntropyLoss, CudaKernels, Element, Fill,
-    GatherLabels, GatherRows, Gemm, GemmLayout, MeanLoss, Operation, Relu, ReluBackward, Sgd, SoftmaxCrossEntropy,
-    SoftmaxLoss, SourceElement,
+    GatherLabels, GatherRows, Gemm, GemmLayout, LinearBackwardInput, LinearForward, LinearUpdate, LinearWeightGradient,
+    MeanLoss, Operation, Precision, Relu, ReluBackward, Sgd, SoftmaxCrossEntropy, SoftmaxLoss, SourceElement,
 };
 use serde_json::{Value, json};
 
@@ -48,14 +48,23 @@ struct Memory {
     second: u64,
     third: u64,
     fourth: u64,
+    fifth: u64,
+    workspace: u64,
     plug: u64,
 }
 
 impl Memory {
     /// The same memory at higher addresses.
     fn at_offset(&self, bytes: u64) -> Self {
-        let &Self { first, second, third, fourth, plug } = self;
-        Self { first: first + bytes, second: second + bytes, third: third + bytes, fourth: fourth + bytes, plug }
+        let &Self { first, second, third, fourth, fifth, workspace, plug } = self;
+        let [first, second, third] = [first + bytes, second + bytes, third + bytes];
+        let [fourth, fifth, workspace] = [fourth + bytes, fifth + bytes, workspace + bytes];
+        Self { first, second, third, fourth, fifth, workspace, plug }
+    }
+
+    /// Counters of launches whose blocks share sums: after what else is at `fourth`, because they must be zero.
+    fn tickets(&self) -> u64 {
+        self.fourth + (3 << 19)
     }
 }
 
@@ -109,6 +118,97 @@ fn products(memory: &Memory, shapes: &mut Vec<(Value, Box<dyn Operation>)>, batc
         let (a, b, c) = (memory.first, memory.second, memory.third);
         let gemm = Gemm { layout, m, n, k, a, b, c };
         shapes.push((json!({"m": m, "n": n, "k": k}), Box::new(gemm)));
+    }
+}
+
+/// The GEMMs of a layer, with the operations that are fused with them; inference has only the first.
+fn layer(
+    memory: &Memory,
+    shapes: &mut Vec<(Value, Box<dyn Operation>)>,
+    [rows, inputs, outputs]: [u32; 3],
+    train: bool,
+) {
+    let &Memory { first: x, second: y, third: weight, fourth: bias, fifth, workspace, .. } = memory;
+    let tickets = memory.tickets();
+    let shape = |step: bool| json!({"rows": rows, "inputs": inputs, "outputs": outputs, "step": step});
+    for precision in Precision::ALL {
+        let element = precision.element();
+        let (x_pitch, y_pitch, weight_pitch) = (element.pitch(inputs), element.pitch(outputs), element.pitch(inputs));
+        let forward = LinearForward {
+            precision,
+            rows,
+            inputs,
+            outputs,
+            x,
+            x_pitch,
+            weight,
+            weight_pitch,
+            bias: Some(bias),
+            relu: true,
+            y,
+            y_pitch,
+            y_f32: false,
+            workspace,
+            tickets,
+        };
+        shapes.push((shape(false), Box::new(forward)));
+        if !train {
+            continue;
+        }
+        let input = LinearBackwardInput {
+            precision,
+            rows,
+            inputs,
+            outputs,
+            dy: y,
+            dy_pitch: y_pitch,
+            weight,
+            weight_pitch,
+            mask: Some(x),
+            dx: fifth,
+            dx_pitch: x_pitch,
+            workspace,
+            tickets,
+        };
+        let gradient = LinearWeightGradient {
+            precision,
+            rows,
+            inputs,
+            outputs,
+            dy: y,
+            dy_pitch: y_pitch,
+            x,
+            x_pitch,
+            scale: 1.0,
+            dweight: fifth,
+            dweight_pitch: weight_pitch,
+            dbias: Some(bias),
+            workspace,
+            tickets,
+        };
+        let update = |master| LinearUpdate {
+            precision,
+            rows,
+            inputs,
+            outputs,
+            dy: y,
+            dy_pitch: y_pitch,
+            x,
+            x_pitch,
+            rate: 0.0,
+            weight,
+            weight_pitch,
+            master,
+            bias,
+            workspace,
+            tickets,
+        };
+        shapes.push((shape(false), Box::new(input)));
+        shapes.push((shape(false), Box::new(gradient)));
+        shapes.push((shape(true), Box::new(update(None))));
+        if element != Element::F32 {
+            shapes.push((shape(true), Box::new(update(Some(fifth)))));
+        }
     }
 }
 
@@ -201,9 +301,9 @@ fn batches(memory: &Memory, shapes: &mut Vec<(Value, Box<dyn Operation>)>, rows:
             correct: None,
             cursor,
             advance: false,
-            // After the gradient, which is smaller; nothing else writes there, because tickets must be zero.
+            // After the gradient, which is smaller.
             workspace: fourth + (1 << 20),
-            tickets: fourth + (3 << 19),
+            tickets: memory.tickets(),
         };
         shapes.push((loss_shape.clone(), Box::new(fused_loss)));
     }
@@ -223,6 +323,9 @@ fn launches(memory: &Memory) -> Vec<(Value, Box<dyn Operation>)> {
     for batch in BATCHES {
         for hidden in HIDDEN {
             products(memory, &mut shapes, batch, hidden);
+            for [inputs, outputs] in [[INPUT, hidden], [hidden, hidden], [hidden, CLASSES]] {
+                layer(memory, &mut shapes, [batch, inputs, outputs], true);
+            }
             matrices(memory, &mut shapes, batch, hidden);
             vectors(memory, &mut shapes, (batch * hidden).into());
             for weights in [INPUT * hidden, hidden * hidden, hidden * CLASSES, hidden] {
@@ -236,6 +339,9 @@ fn launches(memory: &Memory) -> Vec<(Value, Box<dyn Operation>)> {
     for rows in [1000, 10_000] {
         batches(memory, &mut shapes, rows);
         products(memory, &mut shapes, rows, 784);
+        for [inputs, outputs] in [[INPUT, 784], [784, CLASSES]] {
+            layer(memory, &mut shapes, [rows, inputs, outputs], false);
+        }
     }
     vectors(memory, &mut shapes, STREAMED);
     let mut names = HashSet::new();
@@ -266,6 +372,8 @@ fn main() -> Result<(), Box<dyn Error>> {
         second: zeroed(4 * STREAMED)?,
         third: zeroed(4 * STREAMED)?,
         fourth: zeroed(4 * STREAMED)?,
+        fifth: zeroed(4 * STREAMED)?,
+        workspace: zeroed(4 * STREAMED)?,
         plug: zeroed(4 * PLUG_ELEMENTS)?,
     };
     let timer = Timer {
@@ -275,6 +383,9 @@ fn main() -> Result<(), Box<dyn Error>> {
         end: result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT)?,
         plug: Fill { len: PLUG_ELEMENTS, value: 0.0, out: memory.plug },
     };
+    for precision in Precision::ALL {
+        timer.kernels.prepare(precision)?;
+    }
     // For each distance, every launch with its own buffers.
     let cold_copies = COLD.map(|(copies, bytes)| -> Vec<Vec<(Value, Box<dyn Operation>)>> {
         (0..copies as u64).map(|copy| launches(&memory.at_offset(copy * bytes))).collect()
