@@ -2,7 +2,7 @@
 //!
 //! One thread at a time is here. It holds no shard's lock while it calls the device, so that other threads continue with hits.
 
-use super::shard::Shard;
+use super::shard::{Locked, Shard, ShardTable};
 use super::{Caching, hand_out};
 use crate::backends::caching::block_cache::{CacheRequest, Served};
 use crate::backends::caching::blocks::{BlockIndex, BlockRecord};
@@ -56,14 +56,14 @@ pub(super) struct Whole<'a> {
 }
 
 impl Caching {
-    /// Every current segment, in address order. The caller holds `growth`, so none is added or removed meanwhile.
+    /// Every current segment at one moment, in address order. The caller holds `growth`, so none is added or removed meanwhile.
     pub(super) fn all_segments(&self) -> Snapshot {
         let shards = self.shards.by_stream();
-        let of_shard = |shard: &Shard| {
-            let locked = shard.lock();
-            locked.cache().segments(shard.stream, locked.private())
-        };
-        let mut segments: Vec<_> = shards.into_iter().flat_map(of_shard).collect();
+        let locked = ShardTable::lock_all(&shards);
+        let of_shard =
+            |(shard, locked): (&&Shard, &Locked<'_>)| locked.cache().segments(shard.stream, locked.private());
+        let mut segments: Vec<_> = shards.iter().zip(&locked).flat_map(of_shard).collect();
+        drop(locked);
         segments.sort_unstable_by_key(|segment| segment.addr);
         Snapshot { segments }
     }
