@@ -329,8 +329,10 @@ impl Allocator {
     }
 
     pub(crate) fn stats(&self) -> Stats {
+        // Locked first, so that no other thread's restart is later than these statistics.
+        let since = lock(&self.since);
         let stats = self.stack().stats();
-        match &*lock(&self.since) {
+        match &*since {
             Some(before) => stats.since(before),
             None => stats,
         }
@@ -349,7 +351,9 @@ impl Allocator {
     }
 
     pub(crate) fn reset_accumulated(&self) {
-        *lock(&self.since) = Some(self.stack().stats());
+        let mut since = lock(&self.since);
+        *since = Some(self.stack().stats());
+        drop(since);
         self.device.host().inspect(|host| host.reset_sums());
     }
 
