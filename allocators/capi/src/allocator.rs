@@ -23,7 +23,7 @@ use vramlab_policies::backends::{SegmentUse, parse_host_list};
 use vramlab_policies::contract::PoolKind;
 use vramlab_policies::instruments::nvtx::Ranges;
 use vramlab_policies::instruments::nvtx::memory::{Heaps, NvtxMemory};
-use vramlab_policies::instruments::{EventTrace, Nvtx, NvtxMode, Timed, restored_streams};
+use vramlab_policies::instruments::{EventTrace, Nvtx, NvtxMode, Timed, Traced, restored_streams};
 use vramlab_policies::{
     AllocError, Block, DeviceAllocator, Path, PrivatePool, Request, RestoreError, Selection, Snapshot, Stats,
 };
@@ -40,6 +40,8 @@ pub struct Allocator {
     on: AtomicUsize,
     timed: Arc<Timed>,
     traces: [Arc<EventTrace>; 2],
+    /// Records that left the traces and are in no file yet, in order.
+    records: Mutex<Vec<Traced>>,
     selection: Selection,
     /// Live blocks.
     held: HeldBlocks,
@@ -116,6 +118,7 @@ impl Allocator {
             on: AtomicUsize::new(0),
             timed,
             traces,
+            records: Mutex::default(),
             selection,
             held: HeldBlocks::new(),
             pools: Mutex::default(),
@@ -397,6 +400,13 @@ impl Allocator {
         Ok((segment.addr.get(), segment.bytes))
     }
 
+    /// Moves the records of both traces to `records`, behind earlier ones.
+    fn collect_records(&self, records: &mut Vec<Traced>) {
+        let earlier = records.len();
+        records.extend(self.traces.iter().flat_map(|trace| trace.take()));
+        records[earlier..].sort_by_key(|traced| traced.event.time_ns);
+    }
+
     fn turn(&self, instrument: usize, on: bool) {
         if on {
             self.on.fetch_or(instrument, Relaxed);
@@ -406,6 +416,9 @@ impl Allocator {
     }
 
     pub(crate) fn latency(&self, on: bool) {
+        // The other trace records from now on. The simulated clock may stand still, so times alone do not order the two.
+        let records = &mut *lock(&self.records);
+        self.collect_records(records);
         self.turn(LATENCY, on);
     }
 
@@ -417,16 +430,18 @@ impl Allocator {
         self.turn(TRACE, on);
     }
 
-    /// Writes the events since the last time, one per line.
+    /// Writes the events since the last time, one per line. Where that fails, they are part of the next file.
     pub(crate) fn write_trace(&self, path: &FilePath) -> Outcome<()> {
-        let mut events: Vec<_> = self.traces.iter().flat_map(|trace| trace.take()).collect();
-        events.sort_by_key(|traced| traced.event.time_ns);
+        let file = OutputFile::create(path, Existing::Replace)?;
+        let records = &mut *lock(&self.records);
+        self.collect_records(records);
         let mut lines = String::new();
-        for event in events {
-            lines.push_str(&to_json(&event)?);
+        for record in records.iter() {
+            lines.push_str(&to_json(record)?);
             lines.push('\n');
         }
-        OutputFile::create(path, Existing::Replace)?.fill(lines)?;
+        file.fill(lines)?;
+        records.clear();
         Ok(())
     }
 
