@@ -506,7 +506,14 @@ fn selected(text: &str, device: &str) -> Outcome<Selection> {
     if !Device::is_host(device) {
         return Ok(text.parse()?);
     }
-    let mut listed = parse_host_list(text)?;
+    let mut listed = parse_host_list(text).map_err(|error| match text.parse::<Selection>() {
+        Ok(_) => {
+            let remedy = "open it on cuda or sim, or name an allocator such as host-exact";
+            let text = format!("'{text}' allocates a GPU's memory, not pinned host memory; {remedy}");
+            Failure::new(Status::Unknown, text)
+        }
+        Err(_) => error.into(),
+    })?;
     let selection = listed.pop().filter(|_| listed.is_empty());
     selection.ok_or_else(|| Failure::new(Status::Unknown, format!("'{text}': name one allocator, such as host-exact")))
 }
