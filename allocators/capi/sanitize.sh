@@ -87,4 +87,5 @@ if [ "$mode" != valgrind ]; then
   under api.c "$scratch"
   under events.c remap naive stream-ordered
   under streams.c pytorch stream-ordered rmm-arena
+  under readers.c "$scratch" caching pytorch stream-ordered
 fi

@@ -134,7 +134,8 @@ typedef struct vramlab_checkpoint vramlab_checkpoint;
 typedef struct vramlab_gauge {
   // Value now.
   uint64_t current;
-  // Highest value since the start or the last `vramlab_reset_peaks`.
+  // Highest value since the start or the last `vramlab_reset_peaks`. With several threads that use several streams at a time,
+  // that of `caching` is an upper bound: it adds up the peaks of the streams.
   uint64_t peak;
   // Sum of all increases.
   uint64_t allocated;
@@ -164,7 +165,7 @@ typedef struct vramlab_stats {
   struct vramlab_pooled inactive_split;
   // Bytes of `allocation`.
   struct vramlab_pooled allocated_bytes;
-  // Reserved bytes.
+  // Reserved bytes. Of `stream-ordered` the sums are 0, because its driver does not report them.
   struct vramlab_pooled reserved_bytes;
   // Bytes of `active`.
   struct vramlab_pooled active_bytes;
@@ -300,7 +301,9 @@ vramlab_status vramlab_open(const char *name,
                             const char *device,
                             struct vramlab **out);
 
-// Whether `vramlab_open` would accept an allocator of a GPU's memory and its settings. Opens nothing.
+// Whether `vramlab_open` would accept an allocator of a GPU's memory and its settings. Opens nothing. It also refuses a setting that
+// has no effect beside the others, such as `garbage_collection_threshold` without `memory_limit`: `vramlab_open` accepts it, because
+// `vramlab_set_limit` may set the limit later.
 //
 // # Safety
 // See the top of this file.
@@ -313,7 +316,7 @@ vramlab_status vramlab_check(const char *name);
 // See the top of this file; no other thread uses the allocator or will.
 vramlab_status vramlab_close(struct vramlab *vramlab);
 
-// Every allocator with its settings and their defaults, as JSON.
+// Every allocator of a GPU's memory with its settings and their defaults, as JSON.
 //
 // # Safety
 // See the top of this file.
@@ -572,11 +575,12 @@ vramlab_status vramlab_on_free(struct vramlab *vramlab,
 // See the top of this file.
 vramlab_status vramlab_trace(struct vramlab *vramlab, bool on);
 
-// Writes the records since the last call to a file, one line of JSON each. The file is written atomically.
+// Writes the records since the last call that succeeded to a file, one line of JSON each. The file is written atomically.
 //
 // # Safety
 // See the top of this file.
-vramlab_status vramlab_trace_write(struct vramlab *vramlab, const char *path);
+vramlab_status vramlab_trace_write(struct vramlab *vramlab,
+                                   const char *path);
 
 // Starts or stops timing every allocation and free.
 //

@@ -23,7 +23,7 @@ use vramlab_policies::backends::{SegmentUse, parse_host_list};
 use vramlab_policies::contract::PoolKind;
 use vramlab_policies::instruments::nvtx::Ranges;
 use vramlab_policies::instruments::nvtx::memory::{Heaps, NvtxMemory};
-use vramlab_policies::instruments::{EventTrace, Nvtx, NvtxMode, Timed, restored_streams};
+use vramlab_policies::instruments::{EventTrace, Nvtx, NvtxMode, Timed, Traced, restored_streams};
 use vramlab_policies::{
     AllocError, Block, DeviceAllocator, Path, PrivatePool, Request, RestoreError, Selection, Snapshot, Stats,
 };
@@ -40,6 +40,8 @@ pub struct Allocator {
     on: AtomicUsize,
     timed: Arc<Timed>,
     traces: [Arc<EventTrace>; 2],
+    /// Records that left the traces and are in no file yet, in order.
+    records: Mutex<Vec<Traced>>,
     selection: Selection,
     /// Live blocks.
     held: HeldBlocks,
@@ -116,6 +118,7 @@ impl Allocator {
             on: AtomicUsize::new(0),
             timed,
             traces,
+            records: Mutex::default(),
             selection,
             held: HeldBlocks::new(),
             pools: Mutex::default(),
@@ -329,8 +332,10 @@ impl Allocator {
     }
 
     pub(crate) fn stats(&self) -> Stats {
+        // Locked first, so that no other thread's restart is later than these statistics.
+        let since = lock(&self.since);
         let stats = self.stack().stats();
-        match &*lock(&self.since) {
+        match &*since {
             Some(before) => stats.since(before),
             None => stats,
         }
@@ -349,7 +354,9 @@ impl Allocator {
     }
 
     pub(crate) fn reset_accumulated(&self) {
-        *lock(&self.since) = Some(self.stack().stats());
+        let mut since = lock(&self.since);
+        *since = Some(self.stack().stats());
+        drop(since);
         self.device.host().inspect(|host| host.reset_sums());
     }
 
@@ -393,6 +400,13 @@ impl Allocator {
         Ok((segment.addr.get(), segment.bytes))
     }
 
+    /// Moves the records of both traces to `records`, behind earlier ones.
+    fn collect_records(&self, records: &mut Vec<Traced>) {
+        let earlier = records.len();
+        records.extend(self.traces.iter().flat_map(|trace| trace.take()));
+        records[earlier..].sort_by_key(|traced| traced.event.time_ns);
+    }
+
     fn turn(&self, instrument: usize, on: bool) {
         if on {
             self.on.fetch_or(instrument, Relaxed);
@@ -402,6 +416,9 @@ impl Allocator {
     }
 
     pub(crate) fn latency(&self, on: bool) {
+        // The other trace records from now on. The simulated clock may stand still, so times alone do not order the two.
+        let records = &mut *lock(&self.records);
+        self.collect_records(records);
         self.turn(LATENCY, on);
     }
 
@@ -413,16 +430,18 @@ impl Allocator {
         self.turn(TRACE, on);
     }
 
-    /// Writes the events since the last time, one per line.
+    /// Writes the events since the last time, one per line. Where that fails, they are part of the next file.
     pub(crate) fn write_trace(&self, path: &FilePath) -> Outcome<()> {
-        let mut events: Vec<_> = self.traces.iter().flat_map(|trace| trace.take()).collect();
-        events.sort_by_key(|traced| traced.event.time_ns);
+        let file = OutputFile::create(path, Existing::Replace)?;
+        let records = &mut *lock(&self.records);
+        self.collect_records(records);
         let mut lines = String::new();
-        for event in events {
-            lines.push_str(&to_json(&event)?);
+        for record in records.iter() {
+            lines.push_str(&to_json(record)?);
             lines.push('\n');
         }
-        OutputFile::create(path, Existing::Replace)?.fill(lines)?;
+        file.fill(lines)?;
+        records.clear();
         Ok(())
     }
 
@@ -487,7 +506,14 @@ fn selected(text: &str, device: &str) -> Outcome<Selection> {
     if !Device::is_host(device) {
         return Ok(text.parse()?);
     }
-    let mut listed = parse_host_list(text)?;
+    let mut listed = parse_host_list(text).map_err(|error| match text.parse::<Selection>() {
+        Ok(_) => {
+            let remedy = "open it on cuda or sim, or name an allocator such as host-exact";
+            let text = format!("'{text}' allocates a GPU's memory, not pinned host memory; {remedy}");
+            Failure::new(Status::Unknown, text)
+        }
+        Err(_) => error.into(),
+    })?;
     let selection = listed.pop().filter(|_| listed.is_empty());
     selection.ok_or_else(|| Failure::new(Status::Unknown, format!("'{text}': name one allocator, such as host-exact")))
 }

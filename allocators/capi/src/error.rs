@@ -87,7 +87,10 @@ impl From<AllocError> for Failure {
             AllocError::OutOfMemory(_) => Status::OutOfMemory,
             AllocError::InvalidRequest { .. } => Status::Invalid,
             AllocError::ForeignBlock { .. } => Status::Foreign,
-            AllocError::Incapable { .. } | AllocError::Unsupported { .. } => Status::Incapable,
+            AllocError::Incapable { .. } | AllocError::Unsupported { .. } | AllocError::Overrun { .. } => {
+                Status::Incapable
+            }
+            AllocError::File { .. } => Status::Unknown,
             AllocError::PrivatePool { .. } | AllocError::Capture { .. } | AllocError::CaptureLive { .. } => {
                 Status::Live
             }
@@ -106,7 +109,13 @@ impl From<DriverError> for Failure {
 
 impl From<SelectionError> for Failure {
     fn from(error: SelectionError) -> Self {
-        Self::new(Status::Unknown, error.to_string())
+        let text = match error {
+            SelectionError::HostMemory(name) => {
+                format!("{name} allocates pinned host memory, not a GPU's; open it on a device such as host:cuda")
+            }
+            _ => error.to_string(),
+        };
+        Self::new(Status::Unknown, text)
     }
 }
 
@@ -148,13 +157,13 @@ pub(crate) fn last() -> *const std::ffi::c_char {
     LAST.with(|last| last.as_ptr().cast())
 }
 
-/// Notes the text of a failing call. A text that is too long is truncated between two characters.
+/// Notes the text of a failing call, as one line. A text that is too long is truncated between two characters.
 fn note(text: &str) {
     let end = (0..MOST_TEXT).rev().find(|at| text.is_char_boundary(*at)).unwrap_or(0);
     let text = &text[..end];
     LAST.with(|last| {
-        // A zero byte would end the text for C.
-        let bytes = text.bytes().map(|byte| if byte == 0 { b' ' } else { byte });
+        // A zero byte would end the text for C, and names of the program may contain ends of lines.
+        let bytes = text.bytes().map(|byte| if byte.is_ascii_control() { b' ' } else { byte });
         last.iter().zip(bytes.chain([0])).for_each(|(at, byte)| at.set(byte));
     });
 }

@@ -96,9 +96,9 @@ impl Host {
     /// The host, whose memory a GPU pins: `cuda`, `cuda:1`, `sim`, `sim:1`.
     pub(crate) fn open(gpu: &str, allocators: Allocators) -> Outcome<Self> {
         let (kind, number) = gpu.split_once(':').unwrap_or((gpu, "0"));
-        let primary = number.parse().map_err(|_| {
-            let text = format!("'host:{gpu}': write the number of a GPU, such as host:cuda:0");
-            Failure::new(Status::Unknown, text)
+        let primary = number.parse().ok().filter(|_| ["cuda", "sim"].contains(&kind)).ok_or_else(|| {
+            let text = "write host:cuda or host:sim, also with the number of a GPU, such as host:cuda:0";
+            Failure::new(Status::Unknown, format!("'host:{gpu}' is not a device: {text}"))
         })?;
         let pins = Device::open(&format!("{kind}:{primary}"))?;
         Ok(Self {

@@ -9,7 +9,8 @@ use vramlab_policies::{BlockState, PoolKind, PooledGauge};
 pub struct Gauge {
     /// Value now.
     pub current: u64,
-    /// Highest value since the start or the last `vramlab_reset_peaks`.
+    /// Highest value since the start or the last `vramlab_reset_peaks`. With several threads that use several streams at a time,
+    /// that of `caching` is an upper bound: it adds up the peaks of the streams.
     pub peak: u64,
     /// Sum of all increases.
     pub allocated: u64,
@@ -43,7 +44,7 @@ pub struct StatsRecord {
     pub inactive_split: Pooled,
     /// Bytes of `allocation`.
     pub allocated_bytes: Pooled,
-    /// Reserved bytes.
+    /// Reserved bytes. Of `stream-ordered` the sums are 0, because its driver does not report them.
     pub reserved_bytes: Pooled,
     /// Bytes of `active`.
     pub active_bytes: Pooled,

@@ -25,6 +25,10 @@ static void names_and_null(void) {
   FAILS(UNKNOWN, "memory_limit", vramlab_open("caching:memory_limt=1G", "sim", &v));
   FAILS(UNKNOWN, "cuda", vramlab_open("caching", "tpu", &v));
   FAILS(UNKNOWN, "nowhere.json", vramlab_open("caching", "sim:nowhere.json", &v));
+  FAILS(UNKNOWN, "/no/plan", vramlab_open("plan:file=/no/plan", "sim", &v));
+  // A text is one line, whatever the program writes.
+  FAILS(UNKNOWN, "'cach ng'", vramlab_open("cach\nng", "sim", &v));
+  FAILS(UNKNOWN, "'cu da'", vramlab_open("caching", "cu\nda", &v));
   FAILS(INVALID, "null", vramlab_open(NULL, "sim", &v));
   FAILS(INVALID, "null", vramlab_open("caching", "sim", NULL));
   FAILS(INVALID, "UTF-8", vramlab_open("\xff", "sim", &v));
@@ -315,7 +319,10 @@ static void sharing(const char *name) {
 
 static void pinned(const char *name) {
   FAILS(UNKNOWN, "pinned host memory", vramlab_open(name, "sim", &(vramlab *){NULL}));
-  FAILS(UNKNOWN, "caching", vramlab_open("caching", "host:sim", &(vramlab *){NULL}));
+  FAILS(UNKNOWN, "host:cuda", vramlab_open(name, "sim", &(vramlab *){NULL}));
+  FAILS(UNKNOWN, "open it on cuda", vramlab_open("caching", "host:sim", &(vramlab *){NULL}));
+  FAILS(UNKNOWN, "'host:' is not a device", vramlab_open(name, "host:", &(vramlab *){NULL}));
+  FAILS(UNKNOWN, "'host:null' is not a device", vramlab_open(name, "host:null", &(vramlab *){NULL}));
   FAILS(UNKNOWN, "number of a GPU", vramlab_open(name, "host:sim:first", &(vramlab *){NULL}));
   OK(vramlab_check_on(name, "host:cuda"));
   OK(vramlab_check_on("caching", "cuda"));

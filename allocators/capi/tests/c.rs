@@ -109,6 +109,12 @@ fn limits_that_are_set_are_held() {
 }
 
 #[test]
+fn readers_see_one_moment_and_lose_no_record() {
+    let arguments: Vec<&str> = ["SCRATCH"].into_iter().chain(allocators()).collect();
+    run("readers.c", &arguments, "one moment");
+}
+
+#[test]
 fn the_header_declares_what_the_c_program_calls() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR"));
     let read = |file: &str| std::fs::read_to_string(folder.join(file)).unwrap();

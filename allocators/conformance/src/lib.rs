@@ -20,6 +20,7 @@ mod captures;
 mod demand;
 mod faults;
 mod guests;
+mod order;
 mod private_pools;
 mod scale;
 mod sharing;
@@ -238,6 +239,11 @@ const FAULTS: &[Entry] = entries! { 0 =>
     faults::every_driver_call_may_fail_once
     faults::a_fault_while_dropping_leaks_nothing
 };
+/// Checks on a device whose clocks tell when work ends.
+const ORDER: &[Entry] = entries! { 0 =>
+    order::a_recorded_use_ends_before_the_memory_is_used_again
+    order::work_of_a_stream_ends_before_another_gets_its_memory
+};
 const CAPTURE_FAULTS: &[Entry] = entries! { 0 => faults::every_driver_call_may_fail_once_around_a_capture };
 const STRESS: &[Entry] = entries! { 0 => stress::many_threads_with_the_checker };
 const STRESS_LIMITED: &[Entry] = entries! { 0 => stress::many_threads_with_the_checker_under_a_limit };
@@ -283,7 +289,7 @@ fn demanded(selection: &Selection, device: Device) -> Vec<&'static [Entry]> {
     out.push(if selection.capabilities().segments == SegmentUse::Expandable { PAGES } else { NO_PAGES });
     match device {
         Device::SimWithoutMemory => {
-            out.push(FAULTS);
+            out.extend([FAULTS, ORDER]);
             out.extend(captures.then_some(CAPTURE_FAULTS));
         }
         Device::Sim => {

@@ -111,11 +111,11 @@ impl Rig {
         }
     }
 
-    /// Statistics, layout and ledger while the others work.
-    fn watch(&self, allocator: &dyn DeviceAllocator, limit: Option<u64>) -> u64 {
+    /// Statistics, layout and ledger while the others work, and once afterwards: on a busy machine they may have ended by now.
+    fn watch(&self, allocator: &dyn DeviceAllocator, limit: Option<u64>) {
         restless::begin(THREADS as u64 + 1);
-        let mut looks = 0;
-        while self.running.load(SeqCst) > 0 {
+        for looks in 0u64.. {
+            let works = self.running.load(SeqCst) > 0;
             let stats = allocator.stats();
             check_stats(&stats);
             let highest = stats.reserved_bytes.all.peak;
@@ -131,21 +131,20 @@ impl Rig {
             if looks % 8 == 7 {
                 allocator.reset_peaks();
             }
-            looks += 1;
+            if !works {
+                break;
+            }
             thread::yield_now();
         }
-        looks
     }
 
     fn run(&self, allocator: &dyn DeviceAllocator, operations: u64, limit: Option<u64>) {
-        let looks = thread::scope(|scope| {
+        thread::scope(|scope| {
             let work: Vec<_> =
                 (0..THREADS).map(|thread| scope.spawn(move || self.work(allocator, thread, operations))).collect();
-            let looks = join(scope.spawn(|| self.watch(allocator, limit)));
+            join(scope.spawn(|| self.watch(allocator, limit)));
             work.into_iter().for_each(join);
-            looks
         });
-        demand!(looks > 0, "the watching thread runs");
         for (block, stream) in self.mailbox.lock().granted().drain(..) {
             free(allocator, block, stream).granted();
         }

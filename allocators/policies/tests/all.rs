@@ -5,6 +5,7 @@ mod common;
 
 mod captured_memory;
 mod expandable;
+mod frees_during_a_flush;
 mod gone_streams;
 mod host;
 mod instruments;

@@ -61,7 +61,9 @@ pub unsafe extern "C" fn vramlab_open(name: *const c_char, device: *const c_char
     })
 }
 
-/// Whether `vramlab_open` would accept an allocator of a GPU's memory and its settings. Opens nothing.
+/// Whether `vramlab_open` would accept an allocator of a GPU's memory and its settings. Opens nothing. It also refuses a setting that
+/// has no effect beside the others, such as `garbage_collection_threshold` without `memory_limit`: `vramlab_open` accepts it, because
+/// `vramlab_set_limit` may set the limit later.
 ///
 /// # Safety
 /// See the top of this file.
@@ -89,7 +91,7 @@ pub unsafe extern "C" fn vramlab_close(vramlab: *mut Allocator) -> Status {
     })
 }
 
-/// Every allocator with its settings and their defaults, as JSON.
+/// Every allocator of a GPU's memory with its settings and their defaults, as JSON.
 ///
 /// # Safety
 /// See the top of this file.

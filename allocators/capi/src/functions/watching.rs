@@ -73,7 +73,7 @@ pub unsafe extern "C" fn vramlab_trace(vramlab: *mut Allocator, on: bool) -> Sta
     answer(|| unsafe { allocator(vramlab) }.map(|allocator| allocator.trace(on)))
 }
 
-/// Writes the records since the last call to a file, one line of JSON each. The file is written atomically.
+/// Writes the records since the last call that succeeded to a file, one line of JSON each. The file is written atomically.
 ///
 /// # Safety
 /// See the top of this file.

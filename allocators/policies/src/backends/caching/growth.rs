@@ -2,7 +2,7 @@
 //!
 //! One thread at a time is here. It holds no shard's lock while it calls the device, so that other threads continue with hits.
 
-use super::shard::Shard;
+use super::shard::{Locked, Shard, ShardTable};
 use super::{Caching, hand_out};
 use crate::backends::caching::block_cache::{CacheRequest, Served};
 use crate::backends::caching::blocks::{BlockIndex, BlockRecord};
@@ -56,14 +56,14 @@ pub(super) struct Whole<'a> {
 }
 
 impl Caching {
-    /// Every current segment, in address order. The caller holds `growth`, so none is added or removed meanwhile.
+    /// Every current segment at one moment, in address order. The caller holds `growth`, so none is added or removed meanwhile.
     pub(super) fn all_segments(&self) -> Snapshot {
         let shards = self.shards.by_stream();
-        let of_shard = |shard: &Shard| {
-            let locked = shard.lock();
-            locked.cache().segments(shard.stream, locked.private())
-        };
-        let mut segments: Vec<_> = shards.into_iter().flat_map(of_shard).collect();
+        let locked = ShardTable::lock_all(&shards);
+        let of_shard =
+            |(shard, locked): (&&Shard, &Locked<'_>)| locked.cache().segments(shard.stream, locked.private());
+        let mut segments: Vec<_> = shards.iter().zip(&locked).flat_map(of_shard).collect();
+        drop(locked);
         segments.sort_unstable_by_key(|segment| segment.addr);
         Snapshot { segments }
     }
@@ -100,7 +100,11 @@ impl Caching {
                 let list = shard.list(request.pool);
                 let miss = Miss { list, bytes: request.rounded, segment: segment_size(request.rounded) };
                 let again = |_: &mut Grown<'_>| Ok(self.serve_cached(shard, request).map(Found::Served));
-                let served = pytorch::ladder(&self.settings_now()).climb(grown, &miss, again)?;
+                let ladder = pytorch::ladder(&self.settings_now());
+                let mut served = ladder.climb(grown, &miss, again)?;
+                while served.is_none() && grown.was_freed_into(&miss) {
+                    served = ladder.climb(grown, &miss, again)?;
+                }
                 let refused = || grown.out_of_memory(self.name(), &miss, request.requested);
                 let (served, path) = served.ok_or_else(refused)?;
                 (self.take(shard, served, request), path)
@@ -139,6 +143,15 @@ impl Caching {
 }
 
 impl Grown<'_> {
+    /// Whether other threads freed segments while a request released the cache in vain. Then the steps are taken again: otherwise a
+    /// request would be refused for which there was enough memory at every moment. PyTorch allows no free meanwhile, as it holds its
+    /// lock.
+    fn was_freed_into(&self, miss: &Miss) -> bool {
+        // Other requests release no cache.
+        let releases = !self.is_capturing() && miss.list.owner.private.is_none();
+        releases && !self.idle_segments().is_empty()
+    }
+
     /// Releases a segment to the device.
     ///
     /// # Safety

@@ -7,7 +7,7 @@
 
 use super::watched_lock::WatchedLock;
 use super::{Caching, CachingSettings};
-use crate::contract::{Block, DeviceAllocator, Request, Stats};
+use crate::contract::{Block, BlockState, DeviceAllocator, Request, Stats};
 use crate::instruments::assert_layout;
 use loom::sync::Arc;
 use loom::thread;
@@ -222,6 +222,51 @@ fn statistics_are_read_while_others_work() {
         check(&caching.stats());
         other.join().expect("the thread should end");
         check_end(&caching, 0);
+    });
+}
+
+/// `read` counts the live blocks, of which there is one at most: another thread frees it on a stream and allocates on the other.
+fn read_one_moment(read: impl Fn(&Caching) -> u64 + Copy + Sync + Send + 'static) {
+    explore(move || {
+        let caching = caching(CachingSettings::default());
+        // After enough turns every stream has a lease, so that levels change while they are added up.
+        let turn = {
+            let caching = Arc::clone(&caching);
+            thread::spawn(move || give(&caching, take(&caching, 512, A), A))
+        };
+        turn.join().expect("the thread should end");
+        give(&caching, take(&caching, 512, B), B);
+        let turn = {
+            let caching = Arc::clone(&caching);
+            thread::spawn(move || take(&caching, 512, A))
+        };
+        let first = turn.join().expect("the thread should end");
+        give(&caching, take(&caching, 512, B), B);
+        let other = {
+            let caching = Arc::clone(&caching);
+            thread::spawn(move || {
+                give(&caching, first, A);
+                take(&caching, 512, B)
+            })
+        };
+        assert!(read(&caching) <= 1);
+        let second = other.join().expect("the thread should end");
+        assert_eq!(read(&caching), 1);
+        give(&caching, second, B);
+    });
+}
+
+#[test]
+fn statistics_are_of_one_moment() {
+    read_one_moment(|caching| caching.stats().allocation.all.current);
+}
+
+#[test]
+fn a_snapshot_is_of_one_moment() {
+    read_one_moment(|caching| {
+        let snapshot = caching.snapshot().expect("caching sees its blocks");
+        let blocks = snapshot.segments.iter().flat_map(|segment| &segment.blocks);
+        blocks.filter(|block| block.state == BlockState::Allocated).count() as u64
     });
 }
 

@@ -53,7 +53,8 @@ impl Shard {
         FreeList { owner: Owner { stream: self.stream, private: self.lock().private() }, pool: Some(pool) }
     }
 
-    /// Locks the shard for reading. No lock of a shard is held over a call to the device, nor while another shard's is taken.
+    /// Locks the shard for reading. No lock of a shard is held over a call to the device, nor while another shard's is taken but in
+    /// [`lock_all`](ShardTable::lock_all).
     #[inline]
     pub(super) fn lock(&self) -> Locked<'_> {
         Locked(self.state.lock())
@@ -315,6 +316,12 @@ impl ShardTable {
         firsts.find_map(|(owners, first)| {
             Some(id.wrapping_sub(*first)).filter(|at| *at < OWNERS).map(|at| owners * OWNERS + at)
         })
+    }
+
+    /// Locks shards for reading at one moment. No thread that holds one waits for another lock that is held here, so one that holds
+    /// several waits for none.
+    pub(super) fn lock_all<'a>(shards: &[&'a Shard]) -> Vec<Locked<'a>> {
+        shards.iter().map(|shard| shard.lock()).collect()
     }
 
     /// Every shard: those of streams in the order of the streams' handles, then those of private pools.

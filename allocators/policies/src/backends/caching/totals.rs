@@ -175,13 +175,14 @@ impl Totals {
         sums.reach(&current);
     }
 
-    /// Fills in the gauges of blocks.
+    /// Fills in the gauges of blocks, with levels of one moment.
     pub(super) fn report(&self, table: &ShardTable, stats: &mut Stats) {
         let sums = &mut *lock(&self.sums);
         sums.end_lease(table);
         let (mut current, mut increases, mut added) = (Figures::default(), Figures::default(), Figures::default());
-        for shard in table.by_stream() {
-            let tally = *shard.lock().cache().tally();
+        // Where every shard has a lease, levels change meanwhile.
+        for shard in &ShardTable::lock_all(&table.by_stream()) {
+            let tally = *shard.cache().tally();
             current = current.zip(&tally.current(), |sum, own| sum + own);
             increases = increases.zip(&tally.increases(), |sum, own| sum + own);
             added = added.zip(&tally.peak(), |sum, own| sum + own);
