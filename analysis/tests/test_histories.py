@@ -53,6 +53,16 @@ def test_a_window_that_is_not_in_the_run(run_folder: Path) -> None:
         histories.window(steps, 8, 9)
 
 
+def test_the_window_of_the_first_step_begins_with_the_run(run_folder: Path) -> None:
+    steps = load_run(run_folder).steps
+    assert histories.window(steps, 0, 0) == (0, 250_000)
+    assert histories.window(steps, 0, 2) == (0, 750_000)
+    assert histories.window(steps, 3, 9) == (750_000, 1_000_000)
+    assert histories.window(steps.head(1), 0, 0) == (0, 250_000)
+    with pytest.raises(AnalysisError, match="the run has 1 step, so"):
+        histories.window(steps.head(1), 1, 3)
+
+
 def test_histograms_come_back_as_they_were_recorded(run_folder: Path) -> None:
     recorded = load_run(run_folder).histograms
     assert [(one.operation, one.path, one.count) for one in recorded] == [
