@@ -57,6 +57,24 @@ def test_from_the_root_of_the_repository(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_an_output_that_cannot_be_written_is_one_line_and_exit_code_1(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "vramlab_analysis", "losses", str(write_run(tmp_path / "run"))]
+    for words in ([], ["--json"]):
+        with open("/dev/full", "w") as full:
+            done = subprocess.run(
+                [*command, *words], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, check=False
+            )
+        assert (done.returncode, done.stderr) == (1, "error: cannot write to stdout: No space left on device\n")
+
+
+def test_closed_output_and_readers_that_leave_are_no_failure(tmp_path: Path) -> None:
+    command = f"'{sys.executable}' -m vramlab_analysis losses '{write_run(tmp_path / 'run')}'"
+    for shell in (f"{command} >&-", f"{command} >&- 2>&-", f"({command}; echo exit $? >&2) | true"):
+        done = subprocess.run(["sh", "-c", shell], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout, done.stderr.removesuffix("exit 0\n")) == (0, "", ""), shell
+
+
 def test_figures_of_the_readme_match_the_results(tmp_path: Path) -> None:
     done = ask("readme-figures", "-o", tmp_path)
     assert (done.returncode, done.stderr) == (0, "")

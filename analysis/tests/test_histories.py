@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vramlab_analysis import histograms, histories
+from vramlab_analysis import calls, histograms, histories
 from vramlab_analysis.errors import AnalysisError
 from vramlab_analysis.records import load_run
 
@@ -51,6 +51,24 @@ def test_a_window_that_is_not_in_the_run(run_folder: Path) -> None:
     assert histories.window(steps, 1, 2) == (250_000, 750_000)
     with pytest.raises(AnalysisError, match="the run has 4 steps"):
         histories.window(steps, 8, 9)
+
+
+def test_the_window_of_the_first_step_begins_with_the_run(run_folder: Path) -> None:
+    steps = load_run(run_folder).steps
+    assert histories.window(steps, 0, 0) == (0, 250_000)
+    assert histories.window(steps, 0, 2) == (0, 750_000)
+    assert histories.window(steps, 3, 9) == (750_000, 1_000_000)
+    assert histories.window(steps.head(1), 0, 0) == (0, 250_000)
+    with pytest.raises(AnalysisError, match="the run has 1 step, so"):
+        histories.window(steps.head(1), 1, 3)
+
+
+def test_calls_are_divided_by_the_steps_that_the_run_has(run_folder: Path) -> None:
+    """The run has 4 steps; its last two made five launches and five waits."""
+    run = load_run(run_folder)
+    for last in (3, 9):
+        rows = calls.account_of_steps(run, 2, last).select("call", "calls").sort("call").rows()
+        assert rows == [("kernel_launch", 2.5), ("stream_synchronize", 2.5)], last
 
 
 def test_histograms_come_back_as_they_were_recorded(run_folder: Path) -> None:

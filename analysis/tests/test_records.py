@@ -321,3 +321,15 @@ def test_shares_are_of_the_last_losses(tmp_path: Path) -> None:
     own = [run(tmp_path / "g", 0.0), run(tmp_path / "h", 0.5, "pytorch", begun=False)]
     assert {row["to_other"] for row in losses.frame([load_run(path) for path in own]).to_dicts()} == {None}
     assert json.loads(losses.show([str(paths[0])], as_json=True))[0]["to_other"] is None
+
+
+def test_the_loss_of_a_run_that_diverged_is_null_in_json(tmp_path: Path) -> None:
+    paths = [run(tmp_path / "a", float("nan")), run(tmp_path / "b", 0.0, lr=0.2)]
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    rows = json.loads(losses.show([str(path) for path in paths], as_json=True), parse_constant=refuse)
+    assert [(row["last"], row["to_f32"]) for row in rows] == [(None, None), (0.25, 0.0)]
+    diverged = losses.show([str(paths[0])], as_json=False).splitlines()[-1]
+    assert [cell.strip() for cell in diverged.split("|")[6:-1]] == ["nan", "–", "–", "–"]

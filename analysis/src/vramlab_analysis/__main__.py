@@ -46,43 +46,57 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def run(args: argparse.Namespace) -> None:
-    """Runs one command."""
+def run(args: argparse.Namespace) -> str:
+    """Runs one command. Returns its output, which is empty for `notebooks`: it prints each result immediately."""
     if args.command == "readme":
         from vramlab_analysis import documents
         from vramlab_analysis.pages import lookup
 
         if args.values:
-            print("\n".join(f"{args.values}.{name} = {value}" for name, value in lookup.group(args.values).items()))
-        else:
-            print(documents.readme(args.write))
-    elif args.command == "steps":
+            return "\n".join(f"{args.values}.{name} = {value}" for name, value in lookup.group(args.values).items())
+        return documents.readme(args.write)
+    if args.command == "steps":
         from vramlab_analysis import steps
 
-        print(steps.show(args.runs, as_json=args.json))
-    elif args.command == "losses":
+        return steps.show(args.runs, as_json=args.json)
+    if args.command == "losses":
         from vramlab_analysis import losses
 
-        print(losses.show(args.runs, as_json=args.json))
-    elif args.command == "readme-figures":
+        return losses.show(args.runs, as_json=args.json)
+    if args.command == "readme-figures":
         from vramlab_analysis import readme_figure
 
-        for path in readme_figure.draw(args.out):
-            print(f"wrote {path}")
-    else:
-        from vramlab_analysis import execute
+        return "\n".join(f"wrote {path}" for path in readme_figure.draw(args.out))
+    from vramlab_analysis import execute
 
-        execute.execute(args.files, write=args.write)
+    execute.execute(args.files, write=args.write)
+    return ""
+
+
+def write(text: str) -> int:
+    """Prints the output. Returns the exit code, 1 if it cannot be written."""
+    if sys.stdout is None:
+        return 0  # the caller closed it
+    try:
+        if text:
+            print(text)
+        sys.stdout.flush()
+    except OSError as error:
+        # Python writes the remainder when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            print(f"error: cannot write to stdout: {error.strerror}", file=sys.stderr)
+            return 1
+    return 0
 
 
 def main() -> int:
-    """Exit code 0, or 2 for bad input with one line that names the fault."""
+    """Exit code 0, 2 for bad input with one line that names the fault, or 1 if the output cannot be written."""
     args = parser().parse_args()
     if not sys.warnoptions:
         warnings.simplefilter("ignore")  # of the libraries, about values in a record
     try:
-        run(args)
-        sys.stdout.flush()
+        return write(run(args))
     except AnalysisError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -92,11 +106,11 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
-    except BrokenPipeError:
+    except BrokenPipeError:  # of notebooks
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         return 130
-    return 0
 
 
 if __name__ == "__main__":

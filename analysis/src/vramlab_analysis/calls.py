@@ -121,8 +121,12 @@ def account_between(calls: pl.DataFrame, start_ns: int, end_ns: int, steps: int)
 
 
 def account_of_steps(run: Run, first: int, last: int) -> pl.DataFrame:
-    """`account_between` over the steps `first` to `last` of a run, counted from 0."""
-    return account_between(run.calls, *histories.window(run.steps, first, last), last - first + 1)
+    """`account_between` over the steps `first` to `last` of a run, counted from 0; over those that the run has.
+
+    Step 0 counts the calls from the run's beginning, such as those that copy the data.
+    """
+    window = histories.window(run.steps, first, last)
+    return account_between(run.calls, *window, min(last + 1, run.steps.height) - first)
 
 
 def with_waited_for(calls: pl.DataFrame) -> pl.DataFrame:

@@ -119,9 +119,13 @@ def compacted(addr: Any, size: Any, gap: int = 2 * 2**20) -> tuple[Any, list[tup
 
 
 def window(steps: pl.DataFrame, first: int, last: int) -> tuple[int, int]:
-    """Times in ns from the end of the step preceding `first` to the end of `last` (numbers in the run, from 0)."""
-    chosen = steps.filter(pl.col("index").is_between(max(first - 1, 0), last))
-    if chosen.height < 2:
-        raise AnalysisError(f"the run has {steps.height} steps, so steps {first} to {last} cannot be shown.")
-    times = chosen["host_ns"]
-    return int(times[0]), int(times[-1])
+    """Times in ns from the end of the step preceding `first` to the end of `last` (numbers in the run, from 0).
+
+    No step precedes step 0, so its window begins with the run.
+    """
+    times = dict(steps.select("index", "host_ns").iter_rows())
+    ends = [at for at in range(first, last + 1) if at in times]
+    if not ends:
+        counted = f"{steps.height} step{'' if steps.height == 1 else 's'}"
+        raise AnalysisError(f"the run has {counted}, so steps {first} to {last} cannot be shown.")
+    return (int(times[first - 1]) if first > 0 else 0), int(times[ends[-1]])

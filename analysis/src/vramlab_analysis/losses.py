@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import polars as pl
@@ -50,7 +51,7 @@ def frame(runs: list[Run]) -> pl.DataFrame:
             ones, others = (part.head(EARLY) for part in (losses, alike[1]))
             length = min(len(ones), len(others))
             relative = ((ones.head(length) - others.head(length)) / others.head(length)).abs()
-            differences |= {"to_other": _added(row, alike[0]), "early": relative.max()}
+            differences |= {"to_other": _added(row, alike[0]), "early": _finite(relative.max())}
         rows.append(row | differences)
     order = pl.col("dtype").replace_strict(TYPES, default=len(TYPES))
     table = pl.DataFrame(rows, infer_schema_length=None, strict=False).with_columns(rank=order)
@@ -63,8 +64,12 @@ def _mean(values: pl.Series) -> float | None:
 
 
 def _added(row: dict[str, Any], base: dict[str, Any]) -> float | None:
-    """The change from the last loss of `base`, as a share of it; None if one of them has none."""
-    return float(row["last"] / base["last"] - 1) if row["last"] is not None and base["last"] else None
+    """The change from the last loss of `base`, as a share of it; None if one of them has none, or diverged."""
+    return _finite(row["last"] / base["last"] - 1) if row["last"] is not None and base["last"] else None
+
+
+def _finite(value: Any) -> float | None:
+    return float(value) if value is not None and math.isfinite(value) else None
 
 
 def markdown(table: pl.DataFrame) -> str:
@@ -89,4 +94,8 @@ def markdown(table: pl.DataFrame) -> str:
 def show(paths: list[str], *, as_json: bool) -> str:
     """The table of these records and experiments, for people or as a JSON array of the frame's rows."""
     table = frame(gather(paths))
-    return json.dumps(table.to_dicts(), indent=1) if as_json else markdown(table)
+    if not as_json:
+        return markdown(table)
+    # JSON has no NaN, which the last loss of a run that diverged is.
+    rows = [row | {"last": _finite(row["last"])} for row in table.to_dicts()]
+    return json.dumps(rows, indent=1, allow_nan=False)

@@ -244,14 +244,9 @@ const FORM: &str = "{bar:30} {msg} {pos}/{len} [{elapsed} left {eta}]";
 pub(crate) fn advise(args: &AdviseArgs) -> Result<bool> {
     let request = Request::new(args)?;
     let limit = args.limit.as_deref().map(limit_of).transpose()?;
-    let files = share_of(&args.files, args.shard);
+    let files = share_of(&args.files, args.shard)?;
     let mut page = Page::stdout();
     let fits = match (files.as_slice(), args.shard) {
-        ([], Some(shard)) => {
-            let are = if args.files.len() == 1 { "is" } else { "are" };
-            let recordings = crate::words::counted(args.files.len() as u64, "recording");
-            bail!("--shard {shard}: there {are} {recordings}; none is left for this share")
-        }
         ([file], None) => {
             let (recording, builder) = read(file, args)?;
             if recording.events.is_empty() {

@@ -92,9 +92,8 @@ pub(crate) struct How {
 
 /// Explains recordings and prints the result.
 pub(crate) fn explain(args: &ExplainArgs) -> Result<()> {
-    let files = share_of(&args.files, args.shard);
+    let files = share_of(&args.files, args.shard)?;
     match &files[..] {
-        [] => bail!("--shard: there are only {} files; use fewer shards", args.files.len()),
         [file] if args.files.len() == 1 => {
             let bar = Bar::new(None, "{spinner} {wide_msg} [{elapsed}]");
             bar.message(format!("reading {}", file.display()));

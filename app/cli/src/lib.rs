@@ -14,6 +14,7 @@ mod history;
 mod host;
 mod nsight;
 mod oom;
+mod output;
 mod plan;
 mod python;
 mod reading;

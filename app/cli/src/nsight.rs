@@ -10,11 +10,12 @@ mod summary;
 
 pub(crate) use input::Format;
 
+use crate::output;
 use anyhow::{Context, Result};
 use clap::Args;
 use std::path::{Path, PathBuf};
 use terminal::RuntimeFailure;
-use vramlab::output::{Existing, OutputFile, OutputFolder};
+use vramlab::output::{OutputFile, OutputFolder};
 
 #[derive(Debug, Args)]
 pub(crate) struct NsightArgs {
@@ -59,7 +60,7 @@ pub(crate) fn nsight(args: &NsightArgs) -> Result<()> {
     let attribution = vramlab_nsight::attribute(&capture);
     let mut summary = summary::Summary::new(&capture, &attribution);
     if let Some(out) = &args.out {
-        let out = OutputFile::create(out, Existing::Replace)?;
+        let out = output::replacing(out, [&args.file])?;
         page::write(&args.file, out, &capture, &attribution, &summary)?;
     }
     if let Some(directory) = &args.extract {

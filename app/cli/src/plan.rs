@@ -2,6 +2,7 @@
 
 use crate::gpus::chosen;
 use crate::history::{Trace, load};
+use crate::output;
 use crate::reading::ReadArgs;
 use anyhow::{Context, Result};
 use clap::Args;
@@ -10,7 +11,6 @@ use std::path::PathBuf;
 use terminal::{Bar, Page, command, quoted};
 use vramlab::Bytes;
 use vramlab::histories::plan::{CrossStream, PlanSettings, SearchEnd, misses, plan as place, stitched};
-use vramlab::output::{Existing, OutputFile};
 
 #[derive(Debug, Args)]
 pub(crate) struct PlanArgs {
@@ -78,7 +78,7 @@ struct Report {
 
 /// Searches for an offline placement.
 pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
-    let out = args.out.as_deref().map(|out| OutputFile::create(out, Existing::Replace)).transpose()?;
+    let out = args.out.as_deref().map(|out| output::replacing(out, [&args.file])).transpose()?;
     let bar = Bar::new(args.steps, "{bar:30} {percent} % {wide_msg} [{elapsed} left {eta}]");
     bar.message(format!("reading {}", args.file.display()));
     let Trace { history, budget, .. } = load(&args.file, args.gpu, args.limit, &args.read)?;

@@ -139,9 +139,19 @@ fn warn_once(path: &Path, warnings: impl IntoIterator<Item = String>) {
 }
 
 /// The files of one shard, or all files.
-pub(crate) fn share_of(files: &[PathBuf], shard: Option<Shard>) -> Vec<PathBuf> {
-    let selected = |at: usize| shard.is_none_or(|shard| shard.holds(at));
-    files.iter().enumerate().filter(|(at, _)| selected(*at)).map(|(_, file)| file.clone()).collect()
+///
+/// # Errors
+/// The shard has no file.
+pub(crate) fn share_of(files: &[PathBuf], shard: Option<Shard>) -> Result<Vec<PathBuf>> {
+    let Some(shard) = shard else { return Ok(files.to_vec()) };
+    let share: Vec<PathBuf> =
+        files.iter().enumerate().filter(|(at, _)| shard.holds(*at)).map(|(_, file)| file.clone()).collect();
+    if share.is_empty() {
+        let are = if files.len() == 1 { "is" } else { "are" };
+        let recordings = counted(files.len() as u64, "recording");
+        bail!("--shard {shard}: there {are} {recordings}; none is left for this share");
+    }
+    Ok(share)
 }
 
 /// Memory for all files that are read in parallel.

@@ -14,6 +14,7 @@ mod timeline;
 
 use crate::history::{Devices, PYTORCH};
 use crate::nsight;
+use crate::output;
 use crate::reading::{ReadArgs, cores, in_parallel};
 use crate::recording::Recording;
 use crate::replay::{Bounds, Search};
@@ -30,7 +31,7 @@ use std::path::PathBuf;
 use terminal::arguments::{self, Selections};
 use terminal::{Bar, Page};
 use vramlab::histories::replay::Addresses;
-use vramlab::output::{Existing, OutputFile};
+use vramlab::output::OutputFile;
 use vramlab::{Bytes, DeviceName, Selection};
 
 /// Default allocators of the comparison: PyTorch's two policies, three with other block choices, and `remap`.
@@ -70,7 +71,7 @@ pub(crate) struct ReportArgs {
 
 /// Writes the page.
 pub(crate) fn report(args: &ReportArgs) -> Result<()> {
-    let out = OutputFile::create(&args.out, Existing::Replace)?;
+    let out = output::replacing(&args.out, &args.inputs)?;
     if let Some(capture) = args.inputs.iter().find(|path| nsight::Format::new(path).is_some()) {
         if args.inputs.len() > 1 || !args.alloc.is_empty() || args.limit.is_some() || args.gpu.is_some() {
             let capture = capture.display();

@@ -25,7 +25,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 use terminal::around::{self, Around, Exit, Kill, Outcome, Signalled};
 use terminal::{arguments, say};
-use vramlab::Selection;
+use vramlab::{Bytes, Selection};
 
 pub(crate) use answer::{AnswerArgs, advice_for, answer, replay, set_command_line};
 pub(crate) use folder::Folder;
@@ -52,7 +52,7 @@ pub(crate) struct Recorded {
     #[arg(long, value_name = "WHICH", default_value = "alloc")]
     frames: Frames,
     /// Smallest block whose allocation has a stack, such as 64KiB
-    #[arg(long, value_name = "BYTES", value_parser = limit)]
+    #[arg(long, value_name = "BYTES", value_parser = size)]
     pub(crate) frames_from: Option<u64>,
     /// No event has one, which is faster: --frames none
     #[arg(long, conflicts_with = "frames")]
@@ -73,6 +73,10 @@ impl Recorded {
 
 fn limit(text: &str) -> Result<u64, String> {
     crate::advise::limit(text).map_err(|error| format!("{error:#}"))
+}
+
+fn size(text: &str) -> Result<u64, impl std::error::Error + Send + Sync + use<>> {
+    text.parse().map(|Bytes(bytes)| bytes)
 }
 
 fn seconds(text: &str) -> Result<f64, String> {

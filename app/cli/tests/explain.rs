@@ -409,6 +409,8 @@ fn ranks_are_listed_in_one_table_with_outliers_first() {
     };
     assert_eq!(shard("1/2"), BTreeSet::from(["rank0.json".to_owned(), "rank2.json".to_owned()]));
     assert_eq!(shard("2/2"), BTreeSet::from(["rank1.json".to_owned(), "rank3.json".to_owned()]));
+    explain(&dir, &["rank0.json", "--shard", "2/2"])
+        .refused(2, &["--shard 2/2: there is 1 recording; none is left for this share"]);
     explain(&dir, &["rank4.json", "rank4.json"]).refused(2, &["none of the 2 recordings"]);
 }
 

@@ -24,6 +24,31 @@ fn symbolic_links_are_not_replaced() {
     assert_eq!(dir.files(), ["link", "target"]);
 }
 
+/// A recording cannot be made again, so no command takes it for its output, whatever path leads to it.
+#[test]
+fn a_recording_is_not_replaced_by_what_is_read_from_it() {
+    let dir = TestDir::new();
+    let recording = std::fs::read(history()).unwrap();
+    dir.file("s.pickle", &recording);
+    std::os::unix::fs::symlink("s.pickle", dir.at("link")).unwrap();
+    for [command, input, out] in [
+        ["plan", "s.pickle", "s.pickle"],
+        ["plan", "link", "./s.pickle"],
+        ["report", "s.pickle", "s.pickle"],
+        ["report", "link", "./s.pickle"],
+    ] {
+        let refusal = format!("{out}: is an input too; name another file for the output");
+        dir.run(&[command, input, "-o", out]).refused(2, &[&refusal]);
+        assert_eq!(std::fs::read(dir.at("s.pickle")).unwrap(), recording, "{command} {input}");
+    }
+    // Any other file is replaced, also another name of the same contents.
+    std::fs::hard_link(dir.at("s.pickle"), dir.at("page")).unwrap();
+    dir.run(&["plan", "s.pickle", "-o", "page"]).ok();
+    assert_eq!(std::fs::read(dir.at("s.pickle")).unwrap(), recording);
+    assert_ne!(std::fs::read(dir.at("page")).unwrap(), recording);
+    assert_eq!(dir.files(), ["link", "page", "s.pickle"]);
+}
+
 #[test]
 fn a_file_that_does_not_fit_is_a_failure_and_leaves_nothing() {
     for format in ["snapshot", "snapshot-json", "perfetto", "rmm", "minimalloc"] {

@@ -53,6 +53,8 @@ pub(crate) fn results(args: &ResultsArgs) -> Result<()> {
             (Column::left("device"), &|record| device(record)),
         ],
     ));
-    page.title(format!("{} records in {}.", listing.records.len(), listing.folder.display()));
+    let count = listing.records.len();
+    let noun = if count == 1 { "record" } else { "records" };
+    page.title(format!("{count} {noun} in {}.", listing.folder.display()));
     page.print()
 }

@@ -370,6 +370,8 @@ fn results_are_unpacked_and_listed() {
     assert_eq!(listing["folder"], "kept/2026-01-01-sim");
     assert_eq!(listing["records"], json!([{"name": "small", "device": "sim"}]));
     assert!(test_dir.run(&["results", "kept"]).ok().stdout.contains("2 records in kept"));
+    let one = test_dir.run(&["results", "kept/2026-01-01-sim.tar.xz"]).ok();
+    assert!(one.stdout.contains("\n1 record in kept/2026-01-01-sim."), "{}", one.stdout);
     test_dir.run(&["results", "kept/2026-01-01-sim.md"]).refused(2, &["2026-01-01-sim.md", "neither a directory"]);
 }
 

@@ -13,6 +13,7 @@ fn what_cannot_work_is_refused_before_anything_runs() {
         ("\"small\"", "\"other\"", ["small.toml:2", "the name is 'other' and the file is 'small'"]),
         ("\"cuda\", ", "\"tpu\", ", ["small.toml:5", "unknown variant `tpu`"]),
         ("steps.csv", "stops.csv", ["small.toml:6", "no run writes 'stops.csv'"]),
+        ("\"summary.json\", ", "", ["small.toml:6", "'summary.json' is missing"]),
         ("question = \"Is it there?\"", "question = \"\"", ["small.toml:3", "write it down"]),
         // Faults in the options.
         ("hidden = ", "hiden = ", ["small.toml:15", "a similar argument exists: '--hidden'"]),

@@ -105,6 +105,24 @@ fn python_without_the_start_hook_is_named() {
     }
 }
 
+/// Small blocks are the reason for the option, so no size is too small for it; only a limit has a smallest value.
+#[test]
+fn stacks_can_begin_at_any_size() {
+    for (size, bytes) in [("64KiB", "65536"), ("1", "1")] {
+        let test_dir = TestDir::new();
+        let options = ["run", "--frames-from", size, "--", "sh", "-c", "echo $VRAMLAB_FRAMES_FROM"];
+        let output = process(&test_dir, &options).output().unwrap();
+        assert_eq!(String::from_utf8(output.stdout).unwrap(), format!("{bytes}\n"), "{size}");
+    }
+    for (option, value, fault) in
+        [("--limit", "64KiB", "64 KiB is less than one segment"), ("--frames-from", "small", "'small' is not a size")]
+    {
+        let refused = TestDir::new().run(&["run", option, value, "--", "true"]);
+        assert_eq!(refused.code, Some(2), "{refused:?}");
+        assert!(refused.stderr.contains(fault), "{refused:?}");
+    }
+}
+
 #[test]
 #[ignore = "needs Python 3"]
 fn a_rank_that_is_none_leaves_the_record() {

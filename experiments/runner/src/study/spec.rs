@@ -11,9 +11,12 @@ use vramlab::DeviceKind;
 use vramlab::input::{WRITTEN, read_text};
 use vramlab::settings::Meant;
 
+/// The file with the values of a run of the trainer or of its counterpart in PyTorch.
+const SUMMARY: &str = "summary.json";
+
 /// Files of a run that a spec may keep.
 pub(crate) const KEEPABLE: [&str; 11] = [
-    "summary.json",
+    SUMMARY,
     "steps.csv",
     "latency.hlog",
     "trace.jsonl",
@@ -139,7 +142,8 @@ pub(crate) struct Spec {
     pub(crate) seed: u64,
     /// Devices on which the spec runs.
     pub(crate) devices: Vec<DeviceKind>,
-    /// Files of a run that are kept, by default `summary.json`, `steps.csv` and `latency.hlog`.
+    /// Files of a run that are kept, by default `summary.json`, `steps.csv` and `latency.hlog`. Runs of `trainer` and `pytorch` need
+    /// `summary.json`.
     #[serde(default = "usual_files")]
     pub(crate) keep: Vec<String>,
     /// Whether PyTorch starts with the trainer's weights and batches (`trainer start`, made with the run's options).
@@ -266,6 +270,12 @@ impl Source {
         }
         if let Some(file) = spec.keep.iter().find(|file| !KEEPABLE.contains(&file.as_str())) {
             return Err(self.at_key("keep", format!("no run writes '{file}'; there are {}", KEEPABLE.join(", "))));
+        }
+        let has_record = |program: Program| matches!(program, Program::Trainer | Program::Pytorch);
+        let records = spec.arms.is_empty() || spec.arms.iter().any(|arm| has_record(arm.program));
+        if records && !spec.keep.iter().any(|file| file == SUMMARY) {
+            let use_of = "the values of each run are in it, and nothing reads a run without it";
+            return Err(self.at_key("keep", format!("'{SUMMARY}' is missing; {use_of}")));
         }
         let mut names = BTreeSet::new();
         for (number, arm) in spec.arms.iter().enumerate() {
