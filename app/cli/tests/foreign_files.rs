@@ -368,3 +368,23 @@ fn snapshots_of_early_versions_show_their_peak() {
     let explanation = explain_json(&dir, &[&dir.write("floats.json", story.text())]);
     assert_eq!(explanation["peak_active"]["time_ns"], 3000);
 }
+
+#[test]
+fn a_timeline_of_a_profiler_is_named_before_it_is_read() {
+    let dir = TestDir::new();
+    let snapshot = dir.write("snapshot.json", two_segments().text());
+    dir.run(&["convert", &snapshot, "--to", "perfetto", "--out", "timeline.json"]).ok();
+    let profiler =
+        json!({"schemaVersion": 1, "deviceProperties": [{"id": 0}], "traceEvents": [{"ph": "X"}]}).to_string();
+    dir.write("profiler.json", &profiler);
+    // The rest is not read.
+    dir.write("cut.json", &profiler[..profiler.len() - 9]);
+    for file in ["timeline.json", "profiler.json", "cut.json"] {
+        dir.run(&["explain", file]).refused(2, &[file, "is a timeline for a viewer", "vramlab run -- COMMAND"]);
+    }
+    // A snapshot may have keys of its own.
+    let mut whole: Value = serde_json::from_str(&two_segments().text()).unwrap();
+    whole["zzz"] = json!({"traceEvents": []});
+    dir.write("snapshot.json", whole.to_string());
+    explain(&dir, &[&snapshot]).ok();
+}

@@ -1,6 +1,6 @@
-//! Files that stand for a recording without being one: compressed in a way that is not read, or the pointer of a large file.
+//! Files that stand for a recording without being one: compressed in a way that is not read, the pointer of a large file, or a timeline.
 
-use super::error::Problem;
+use super::error::{Place, Problem, ReadError};
 
 /// A kind of file, its beginning and its remedy.
 struct Foreign {
@@ -55,4 +55,11 @@ pub(super) fn foreign(start: &[u8]) -> Option<Problem> {
         None => return None,
     };
     Some(Problem::Foreign { kind, fix })
+}
+
+/// The error of a timeline in Chrome's format of traces, which PyTorch's profiler writes, as `convert --to perfetto` does.
+pub(super) fn timeline() -> ReadError {
+    let kind = "is a timeline for a viewer, such as PyTorch's profiler writes, and has no events of an allocator";
+    let fix = "name the recording, or record the program: vramlab run -- COMMAND";
+    ReadError::at(Place::Whole, Problem::Foreign { kind, fix })
 }

@@ -247,7 +247,7 @@ impl<'r, 's> Assembly<'r, 's> {
         &mut self,
         make: fn(&mut Store) -> Result<Value, OverBudget>,
     ) -> Result<(), ReadError> {
-        self.enter_part();
+        self.enter_part()?;
         let value = if self.is_opaque_here() { Ok(Value::Opaque) } else { make(&mut self.store) };
         self.push_made(value)
     }

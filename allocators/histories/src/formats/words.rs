@@ -12,6 +12,7 @@ vramlab_device::named! {
         DeviceTraces "device_traces",
         AllocatorSettings "allocator_settings",
         ExternalAnnotations "external_annotations",
+        TraceEvents "traceEvents",
         Action "action",
         Addr "addr",
         Size "size",

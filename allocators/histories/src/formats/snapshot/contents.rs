@@ -5,6 +5,7 @@
 
 use super::store::{Object, Pairs, Value, last_of};
 use super::{Assembly, Part};
+use crate::formats::foreign::timeline;
 use crate::formats::words::{RawEvent, Word};
 use crate::formats::{
     Action, HostEvent, HostMemory, HostSegment, Origin, ReadError, Segment, SegmentBlock, SegmentPool, StackId,
@@ -17,17 +18,21 @@ type Taker<'a, 'b> = fn(&mut Assembly<'a, 'b>, Value) -> Result<(), ReadError>;
 
 impl<'a, 'b> Assembly<'a, 'b> {
     /// Records that the next container is the value of a key of the outermost dictionary.
-    pub(in crate::formats) fn enter_part(&mut self) {
+    ///
+    /// # Errors
+    /// The key is that of a timeline, which may be large.
+    pub(in crate::formats) fn enter_part(&mut self) -> Result<(), ReadError> {
         let at = self.stack.len();
         let outermost = self.marks.len() <= 1 && at >= 2 && at.is_multiple_of(2);
         if !outermost || self.marks.first().is_some_and(|mark| *mark != 1) {
-            return;
+            return Ok(());
         }
-        let Value::Word(key) = self.stack[at - 1] else { return };
+        let Value::Word(key) = self.stack[at - 1] else { return Ok(()) };
         let known = matches!(key, Word::DeviceTraces | Word::AllocatorSettings) || Self::taker(key).is_some();
         if known && self.is_key_position(at - 1) {
             self.part = Some(Part { key, at, keys_until: at + 1 });
         }
+        if key == Word::TraceEvents && self.part.is_none() { Err(timeline()) } else { Ok(()) }
     }
 
     /// Whether only complete pairs are between the current part, if there is one, and the key at `key`.
