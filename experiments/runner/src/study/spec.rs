@@ -271,12 +271,6 @@ impl Source {
         if let Some(file) = spec.keep.iter().find(|file| !KEEPABLE.contains(&file.as_str())) {
             return Err(self.at_key("keep", format!("no run writes '{file}'; there are {}", KEEPABLE.join(", "))));
         }
-        let has_record = |program: Program| matches!(program, Program::Trainer | Program::Pytorch);
-        let records = spec.arms.is_empty() || spec.arms.iter().any(|arm| has_record(arm.program));
-        if records && !spec.keep.iter().any(|file| file == SUMMARY) {
-            let use_of = "the values of each run are in it, and nothing reads a run without it";
-            return Err(self.at_key("keep", format!("'{SUMMARY}' is missing; {use_of}")));
-        }
         let mut names = BTreeSet::new();
         for (number, arm) in spec.arms.iter().enumerate() {
             if !slugged(&arm.name) || !names.insert(arm.name.as_str()) {
@@ -312,6 +306,13 @@ impl Source {
         }
         if spec.timeout_s == Some(0) {
             return Err(self.at_key("timeout_s", "timeout_s is at least 1"));
+        }
+        // After faults in what the arms run, which decides this.
+        let has_record = |program: Program| matches!(program, Program::Trainer | Program::Pytorch);
+        let records = spec.arms.is_empty() || spec.arms.iter().any(|arm| has_record(arm.program));
+        if records && !spec.keep.iter().any(|file| file == SUMMARY) {
+            let use_of = "the values of each run are in it, and nothing reads a run without it";
+            return Err(self.at_key("keep", format!("'{SUMMARY}' is missing; {use_of}")));
         }
         for kind in [DeviceKind::Cuda, DeviceKind::Sim] {
             // Before any of them is built: the product of a few dozen axes exceeds any memory.
