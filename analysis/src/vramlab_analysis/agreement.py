@@ -260,6 +260,7 @@ def kinds() -> Iterator[Kind]:
 
 
 def percent(share: float) -> str:
+    """A share as a whole percentage; a dash for NaN."""
     return "–" if math.isnan(share) else f"{100 * share:.0f} %"
 
 
