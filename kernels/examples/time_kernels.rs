@@ -128,7 +128,8 @@ fn layer(
     [rows, inputs, outputs]: [u32; 3],
     train: bool,
 ) {
-    let &Memory { first: x, second: y, third: weight, fourth: bias, fifth, workspace, .. } = memory;
+    // `first` and `second` are only read: other launches take labels and indices from `second`, which must be zero.
+    let &Memory { first: x, second: dy, third: weight, fourth: bias, fifth, workspace, .. } = memory;
     let tickets = memory.tickets();
     let shape = |step: bool| json!({"rows": rows, "inputs": inputs, "outputs": outputs, "step": step});
     for precision in Precision::ALL {
@@ -143,9 +144,9 @@ fn layer(
             x_pitch,
             weight,
             weight_pitch,
-            bias: Some(bias),
+            bias: Some(dy),
             relu: true,
-            y,
+            y: fifth,
             y_pitch,
             y_f32: false,
             workspace,
@@ -160,7 +161,7 @@ fn layer(
             rows,
             inputs,
             outputs,
-            dy: y,
+            dy,
             dy_pitch: y_pitch,
             weight,
             weight_pitch,
@@ -175,7 +176,7 @@ fn layer(
             rows,
             inputs,
             outputs,
-            dy: y,
+            dy,
             dy_pitch: y_pitch,
             x,
             x_pitch,
@@ -191,7 +192,7 @@ fn layer(
             rows,
             inputs,
             outputs,
-            dy: y,
+            dy,
             dy_pitch: y_pitch,
             x,
             x_pitch,
