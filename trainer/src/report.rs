@@ -85,9 +85,10 @@ fn epochs(summary: &Summary, page: &mut Page) {
     page.title(format!("Training with '{}' in {dtype} on {}", settings.allocator, summary.device.name));
     page.table(&table);
     if let [first, rest @ ..] = &*summary.kernels_without_cost {
-        let more = if rest.is_empty() { String::new() } else { format!(" and {} more kernels", rest.len()) };
+        let more =
+            if rest.is_empty() { String::new() } else { format!(" and {}", counted(rest.len() as u64, "more kernel")) };
         page.note(format!(
-            "the profile has no cost of {first}{more}, which take the time of its default kernel: times on a GPU may be very different"
+            "the profile has no cost of {first}{more}: the time of its default kernel is used, so times on a GPU may be very different"
         ));
     }
 }
