@@ -266,7 +266,7 @@ def steals() -> str:
             )
             limit = row["limit_bytes"] / row["lower_bound_bytes"]
             body.append([
-                f"{program}, {limit:.2f}", f"`{row['alloc']}`", f"{1e3 * row['driver_s']:.0f} ms",
+                f"{program}, {limit:.2f}", f"`{row['alloc']}`", f"{1e3 * row['driver_s']:,.0f} ms",
                 *means,
                 str(row["failed_allocations"]),
             ])  # fmt: skip

@@ -210,11 +210,9 @@ def full_batch() -> Mapping[str, Any]:
     rows = step_table("full-batch")
     batches = {entry.record.settings["batch"] for entry in results("full-batch", "gpu").select(program="trainer")}
     values: dict[str, Any] = {"rows": max(batches), "repeats": span(rows["repeats"])}
-    # The record also has f32 on tensor cores, which the trainer no longer has.
-    for dtype, kernels in (("f32", "tiled"), ("tf32", "")):
+    for dtype in ("f32", "tf32"):
         graph = rows.filter(pl.col("dtype") == dtype, pl.col("launch") == "graph")
         ours, other = (graph.filter(pl.col("program") == name) for name in ("trainer", "pytorch"))
-        ours = ours.filter(pl.col("how").str.contains(kernels), ~pl.col("how").str.contains("streams 2"))
         values[dtype] = float(ours["step_us"].min()) / float(other["step_us"].min())  # type: ignore[arg-type]
     return values
 
