@@ -84,7 +84,7 @@ pub enum OutputProblem {
     #[error("is a symbolic link to {}; name the file itself", .0.display())]
     Link(PathBuf),
     /// The file exists, and the caller does not allow replacing it.
-    #[error("is there already; remove it or name another file")]
+    #[error("already exists; remove it or name another file")]
     Exists,
     /// Another program replaces the file too, or has created it meanwhile.
     #[error("another program writes it at the same time; wait until that has ended, or name another file")]

@@ -100,7 +100,7 @@ fn what_is_there_stays_or_is_replaced_as_the_caller_says() {
     let path = folder.path().join("file");
     fs::write(&path, "old, and longer").unwrap();
     fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).unwrap();
-    assert!(refused(&path, Existing::Refuse).contains("is there already"));
+    assert!(refused(&path, Existing::Refuse).contains("already exists"));
     assert_eq!(fs::read(&path).unwrap(), b"old, and longer");
     // Neighbours with the names that a careless writer would use.
     let neighbours = ["file.part", ".file.part", "file.tmp"];
@@ -365,7 +365,7 @@ fn folders_and_files_that_are_read_only_stay_so() {
             let line = refused(&folder.join("closed/new"), existing);
             assert!(line.contains("Permission denied") && line.contains("name another file"), "{line}");
         }
-        assert!(refused(&folder.join("closed/file"), Existing::Refuse).contains("is there already"));
+        assert!(refused(&folder.join("closed/file"), Existing::Refuse).contains("already exists"));
         assert!(refused(&folder.join("closed/file"), Existing::Replace).contains("Permission denied"));
         // The folder would let it be replaced.
         assert!(refused(&folder.join("open/kept"), Existing::Replace).contains("Permission denied"));

@@ -379,7 +379,9 @@ fn a_timeline_of_a_profiler_is_named_before_it_is_read() {
     dir.write("profiler.json", &profiler);
     // The rest is not read.
     dir.write("cut.json", &profiler[..profiler.len() - 9]);
-    for file in ["timeline.json", "profiler.json", "cut.json"] {
+    dir.write("memory.json", "[[12, 15, 19], [[0, 0], [512, 0], [512, 1024]]]");
+    dir.write("raw.json", "[[12, 1, 512, 3], [15, 2, 512, 3]]");
+    for file in ["timeline.json", "profiler.json", "cut.json", "memory.json", "raw.json"] {
         dir.run(&["explain", file]).refused(2, &[file, "is a timeline for a viewer", "vramlab run -- COMMAND"]);
     }
     // A snapshot may have keys of its own.

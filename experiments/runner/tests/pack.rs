@@ -211,7 +211,7 @@ fn what_cannot_be_packed_is_refused_and_nothing_is_left() {
     pack(&[]).refused(2, &["7 of 8 runs are done", "--incomplete"]);
     assert_eq!(labels(&test_dir), Vec::<String>::new());
     pack(&["--incomplete"]).ok();
-    pack(&["--incomplete"]).refused(2, &["label.tar.xz: is there already"]);
+    pack(&["--incomplete"]).refused(2, &["label.tar.xz: already exists"]);
     // The missing run is still planned.
     unpack(&test_dir, "label.tar.xz");
     assert_eq!(contents(&test_dir.at("out/small")), contents(&test_dir.at("label/small")));

@@ -2,8 +2,7 @@
 //!
 //! A file grows as `NAME.gz.part`, gets its checksums verified, and only then its name, so what has a name is whole. A
 //! `.part` that an earlier run left is continued. Runs at the same time need no lock: each writes the bytes of one and
-//! the same file at their own offsets, so they can only write over each other what is there already, and whatever
-//! comes of it is verified.
+//! the same file at their own offsets, so they can only write what others wrote, and the result is verified.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom, Write};

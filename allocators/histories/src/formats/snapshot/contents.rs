@@ -286,6 +286,10 @@ impl<'a, 'b> Assembly<'a, 'b> {
     }
 
     fn take_segment(&mut self, value: Value) -> Result<(), ReadError> {
+        // PyTorch's profiler exports a timeline of memory as a list of lists.
+        if self.is_list && self.store.as_list(value).is_some() {
+            return Err(timeline());
+        }
         let pairs = self.take_pairs(value, "a segment")?;
         let number = |key: Word| self.number_in(&pairs, key, "a segment should be a number");
         let (device, address, total_size) =
