@@ -250,10 +250,14 @@ fn runs() -> Vec<FinishedRun> {
     runs
 }
 
-/// The records of a run on two simulated GPUs with every option of one: that of rank 0, and that of rank 1.
+/// The records of a run on two simulated GPUs with every option of one, and no kernel's cost in their profile: that of
+/// rank 0, and that of rank 1.
 fn ranks() -> Vec<Value> {
     let test_dir = tempfile::TempDir::new().unwrap();
-    let base = ["--device", "sim", "--dataset", "iris", "--batch", "12", "--epochs", "1", "--hidden", "16"];
+    let mut profile = serde_json::to_value(vramlab::Profile::h200()).unwrap();
+    profile["kernels"].as_object_mut().unwrap().clear();
+    std::fs::write(test_dir.path().join("gpu.json"), profile.to_string()).unwrap();
+    let base = ["--device", "sim:gpu.json", "--dataset", "iris", "--batch", "12", "--epochs", "1", "--hidden", "16"];
     let ranks = ["--gpus", "2", "--bucket", "1K", "--overlap", "off", "--buffers", "events", "--rank-alloc", "0=naive"];
     let mut command = assert_cmd::Command::new(env!("CARGO_BIN_EXE_trainer"));
     command.args(base).args(ranks).args(["--out", "record"]).current_dir(test_dir.path()).env_remove("RANK");
