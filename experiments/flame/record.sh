@@ -77,6 +77,7 @@ print(json.dumps({
     "allocator": allocator,
     "command": ["trainer", "--alloc", allocator, *options],
     "device": summary["device"]["name"],
+    "provenance": summary["provenance"],
     "started_at": summary["started_at"],
     "cpu": cpu,
     "perf": perf,
