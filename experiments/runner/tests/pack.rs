@@ -197,6 +197,8 @@ fn what_cannot_be_packed_is_refused_and_nothing_is_left() {
     pack(&["--leave-out", "latency.hlog:none"]).refused(2, &["--leave-out latency.hlog goes without"]);
     let needed = pack(&["--leave-out", "run.json:status"]);
     assert!(needed.code == Some(2) && needed.stderr.contains("runs could not be distinguished"), "{needed:?}");
+    let needed = pack(&["--leave-out", "summary.json"]);
+    assert!(needed.code == Some(2) && needed.stderr.contains("runs have no values"), "{needed:?}");
     test_dir
         .run(&["pack", "out", "-o", "label"])
         .refused(2, &["label is not the name of an archive; write LABEL.tar.xz"]);

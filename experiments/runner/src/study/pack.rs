@@ -6,7 +6,9 @@
 
 use super::figures::read_text;
 use super::lock::at_work;
+use super::programs::RESULT;
 use super::record::{EXPERIMENT, RUN, RUNS, experiments_in, is_plain, read_json, status_of};
+use super::spec::SUMMARY;
 use crate::repository::{self, ARCHIVE};
 use crate::table::table;
 use anyhow::{Context, Result, anyhow, bail};
@@ -64,6 +66,9 @@ impl FromStr for LeftOut {
         }
         if file == RUN && part.as_ref().is_none_or(|part| NEEDED.contains(&part.as_str())) {
             return Err("without it runs could not be distinguished; leave out something else".into());
+        }
+        if part.is_none() && [SUMMARY, RESULT].contains(&file) {
+            return Err("without it runs have no values; leave out parts of it, as summary.json:command".into());
         }
         Ok(Self { file: file.to_owned(), part })
     }

@@ -12,7 +12,7 @@ use vramlab::input::{WRITTEN, read_text};
 use vramlab::settings::Meant;
 
 /// The file with the values of a run of the trainer or of its counterpart in PyTorch.
-const SUMMARY: &str = "summary.json";
+pub(super) const SUMMARY: &str = "summary.json";
 
 /// Files of a run that a spec may keep.
 pub(crate) const KEEPABLE: [&str; 11] = [
