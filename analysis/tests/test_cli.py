@@ -9,9 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nbformat
 import pytest
 
-from tests.conftest import summary, write_run
+from tests.conftest import summary, write_experiment, write_run
 from vramlab_analysis import __main__ as cli
 from vramlab_analysis import output
 from vramlab_analysis.errors import AnalysisError
@@ -20,10 +21,10 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 NOTEBOOKS = ROOT / "analysis" / "notebooks"
 
 
-def ask(*words: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def ask(*words: str | Path, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "vramlab_analysis", *map(str, words)]
     return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=False, env={**os.environ, **environment}
+        command, cwd=cwd, capture_output=True, text=True, check=False, env={**os.environ, **environment}
     )
 
 
@@ -35,6 +36,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
     for given, said in [
         (["steps", tmp_path / "none"], "no such directory"),
         (["steps", tmp_path / "empty"], "an empty directory"),
+        (["steps", later / "steps.csv"], "a file, not a directory"),
         (["losses", later], "schema version 3"),
         (["notebooks", tmp_path / "none.ipynb"], "notebooks failed"),
     ]:
@@ -92,6 +94,20 @@ def test_a_notebook_without_its_data_fails(tmp_path: Path) -> None:
     assert "no results of 'width'" in done.stdout
     assert done.stderr.strip() == "error: 1 of 1 notebooks failed: 04_width_and_time.ipynb."
     assert (NOTEBOOKS / "04_width_and_time.ipynb").read_bytes() == before
+
+
+def test_a_notebook_reads_results_named_from_the_current_directory(tmp_path: Path) -> None:
+    write_experiment(tmp_path / "mine/2026-01-01-sim/an-experiment", [("naive", {}, summary())])
+    cell = nbformat.v4.new_code_cell(  # type: ignore[no-untyped-call]
+        "from vramlab_analysis.experiments import results\nresults('an-experiment', 'sim')"
+    )
+    book = tmp_path / "own.ipynb"
+    book.write_text(nbformat.writes(nbformat.v4.new_notebook(cells=[cell])))  # type: ignore[no-untyped-call]
+    results = os.path.relpath(tmp_path / "mine", ROOT / "analysis")
+    source = str(ROOT / "analysis/src")
+    done = ask("notebooks", book, cwd=ROOT / "analysis", RESULTS=results, DEVICES="sim", PYTHONPATH=source)
+    # It found the results: what it lacks is a figure.
+    assert done.stdout == ("FAILED own.ipynb: drew no figure, because its results are of a GPU and DEVICES is sim.\n")
 
 
 def test_notebooks_are_kept_with_their_outputs() -> None:

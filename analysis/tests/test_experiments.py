@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import tarfile
@@ -104,8 +105,28 @@ def test_results_are_the_latest_or_an_error_with_their_command(tmp_path: Path, m
     assert experiments.newest("table.json", device="sim").name == "table.json.xz"
     with pytest.raises(AnalysisError, match=r"no table\.json in the results of gpu"):
         experiments.newest("table.json")
-    with pytest.raises(AnalysisError, match="experiments run other --device cuda"):
+    with pytest.raises(AnalysisError, match=f"experiments run other --device cuda -o {tmp_path}/DATE-gpu"):
         experiments.results("other", "gpu")
+    with pytest.raises(AnalysisError, match=r"on cuda, only on gpu, resim, sim \(DEVICES=gpu,resim,sim\)"):
+        experiments.results("an-experiment", "cuda")
+    for below in ("2026-01-03-h200", "2026-01-03-h200/an-experiment"):
+        monkeypatch.setenv("RESULTS", str(tmp_path / below))
+        with pytest.raises(AnalysisError, match=f"is the directory above LABEL/SPEC, here {tmp_path}\\."):
+            experiments.results("an-experiment", "cuda")
+
+
+def test_results_may_be_named_relative_to_the_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Jupyter's kernel starts in the notebook's directory.
+    (tmp_path / "analysis/notebooks").mkdir(parents=True)
+    (tmp_path / "analysis/pyproject.toml").touch()
+    (tmp_path / "experiments/specs").mkdir(parents=True)
+    write_experiment(tmp_path / "runs/experiments-sim/an-experiment", ARMS)
+    program = repository.built("experiments") or shutil.which("experiments")
+    assert program is not None
+    monkeypatch.setenv("PATH", f"{Path(program).parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("RESULTS", "runs")
+    monkeypatch.chdir(tmp_path / "analysis/notebooks")
+    assert experiments.results("an-experiment", "sim").frame()["name"].to_list() == ["naive", "caching"]
 
 
 def archive(folder: Path, text: str) -> Path:

@@ -10,6 +10,7 @@ from typing import Any
 import nbformat
 import polars as pl
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
 
 from vramlab_analysis import execute, notebook
 from vramlab_analysis.errors import AnalysisError
@@ -44,6 +45,13 @@ def test_a_table_that_refutes_a_statement_turns_it_red(page: list[str]) -> None:
 
     notebook.verdict("a pool is as good", {"width 784": 0.109}, most=0.05, number=notebook.percent)
     assert "(at most 5 %). 11 %, width 784." in page[-1]
+
+
+def test_an_error_for_users_is_one_line_in_a_notebook(capsys: pytest.CaptureFixture[str]) -> None:
+    shell = InteractiveShell()  # type: ignore[no-untyped-call]
+    shell.user_ns["fail"] = notebook.verdict
+    shell.run_cell("fail('it holds', {})")  # type: ignore[no-untyped-call]
+    assert capsys.readouterr().out == "error: 'it holds': 0 of its 0 values are missing.\n"
 
 
 @pytest.mark.parametrize("figures", [{}, {"a": float("nan")}, {"a": 1.0, "b": None}])

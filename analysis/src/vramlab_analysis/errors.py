@@ -29,6 +29,10 @@ class AnalysisError(Exception):
         """An error with this text."""
         super().__init__(printable(text))
 
+    def _render_traceback_(self) -> list[str]:
+        """The text alone, which IPython then shows in place of a traceback."""
+        return [f"error: {self}"]
+
 
 def printable(text: str) -> str:
     """Text that terminals, figures and pages show literally: control characters as `\\x1b`, `\\u202e`."""

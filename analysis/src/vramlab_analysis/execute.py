@@ -46,12 +46,15 @@ def run_one(path: Path) -> tuple[Any, float]:
         resources={"metadata": {"path": str(repository.root())}},
         record_timing=False,
     )
+    # The kernel has another current directory.
+    named = {name: value for name in ("RESULTS", "RUN") if (value := os.environ.get(name))}
+    paths = {name: str(repository.resolve(value).resolve()) for name, value in named.items()}
     with tempfile.TemporaryDirectory(prefix="kernel-") as sockets:
         manager = client.create_kernel_manager()
         # Sockets in a directory of their own, because others could connect to a port.
         manager.transport, manager.ip = "ipc", f"{sockets}/kernel"
         try:
-            client.execute()
+            client.execute(env=os.environ | paths)
         except CellExecutionError as error:
             raise AnalysisError(f"{path.name}: {error.ename}: {error.evalue}") from error
         except TimeoutError as error:
@@ -61,7 +64,9 @@ def run_one(path: Path) -> tuple[Any, float]:
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     figures = [output["data"]["image/png"] for output in outputs if "image/png" in output.get("data", {})]
     if not figures:
-        raise AnalysisError(f"{path.name}: drew no figure.")
+        devices = os.environ.get("DEVICES", "gpu")
+        reason = "" if "gpu" in devices else f", because its results are of a GPU and DEVICES is {devices}"
+        raise AnalysisError(f"{path.name}: drew no figure{reason}.")
     largest = max(len(base64.b64decode(figure)) for figure in figures)
     if largest > MOST_BYTES_FIGURE:
         raise AnalysisError(f"{path.name}: a figure has {largest:,} bytes, and at most {MOST_BYTES_FIGURE:,} are kept.")

@@ -247,15 +247,21 @@ def results(spec: str, device: str) -> Experiment:
 
     An experiment is read once while its `experiment.json` does not change.
 
-    Raises AnalysisError when there are none, with the command that makes them.
+    Raises AnalysisError when there are none, with the setting that finds them or the command that makes them.
     """
-    found_in = [path for label in labels(device) if holds_experiment(path := label / spec)]
+    listing = repository.listing()
+    found_in = [path for label in listing.labels(device) if holds_experiment(path := label / spec)]
     if not found_in:
-        root = repository.results()
+        root = listing.folder
+        if holds_experiment(root) or holds_experiment(root / spec):
+            above = root.parent.parent if holds_experiment(root) else root.parent
+            raise AnalysisError(f"{root}: RESULTS is the directory above LABEL/SPEC, here {above}.")
+        others = sorted({of for path, of in listing.records if of and holds_experiment(path / spec)})
+        only = f", only on {', '.join(others)} (DEVICES={','.join(others)})" if others else ""
         kind = "cuda" if device == "gpu" else "sim"
         raise AnalysisError(
-            f"{root}: no results of '{spec}' on {device}; make them with `experiments run {spec} --device {kind} "
-            f"-o {root.name}/DATE-{device}`."
+            f"{root}: no results of '{spec}' on {device}{only}; make them with `experiments run {spec} "
+            f"--device {kind} -o {root}/DATE-{device}`."
         )
     directory = found_in[-1]
     return _recorded(directory, (directory / "experiment.json").stat().st_mtime_ns)

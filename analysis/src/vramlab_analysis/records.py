@@ -289,7 +289,8 @@ def load_run(path: str | Path) -> Run:
     if path.name in ("summary.json", "summary.json.gz"):
         path = path.parent
     if not path.is_dir():
-        raise AnalysisError(f"{path}: no such directory; give one that `trainer` wrote (under runs/, or its --out).")
+        fault = "a file, not a directory" if path.is_file() else "no such directory"
+        raise AnalysisError(f"{path}: {fault}; give one that `trainer` wrote (under runs/, or its --out).")
     summary = found(path / "summary.json")
     if summary is None:
         if not any(path.iterdir()):

@@ -66,7 +66,8 @@ def listing() -> Results:
 
     Raises AnalysisError when it is not built, or when a directory differs from its archive.
     """
-    folder = Path(os.environ.get("RESULTS") or root() / "experiments" / "results")
+    named = os.environ.get("RESULTS")
+    folder = resolve(named) if named else root() / "experiments" / "results"
     if not folder.is_dir():
         raise AnalysisError(f"{folder}: no such directory of results.")
     return _listing(folder, folder.stat().st_mtime_ns)
@@ -108,7 +109,8 @@ def unpack(archive: Path) -> Path:
 def resolve(path: str) -> Path:
     """A path relative to the current directory, or to the repository's root if it exists only there.
 
-    Jupyter starts a notebook in the notebook's own directory, and users type `RUN=runs/mine` at the root.
+    Jupyter starts a notebook in the notebook's own directory, and users type `RUN=runs/mine` or `RESULTS=runs` at the
+    root.
     """
     if (given := Path(path)).is_absolute() or given.exists():
         return given

@@ -35,7 +35,7 @@ def _lines() -> list[dict[str, Any]]:
     """The lines of the newest record, the machine first. Raises AnalysisError without one."""
     paths = repository.listing().files("ranks.jsonl")
     if not paths:
-        raise AnalysisError("experiments/results: has no *-ranks.jsonl.")
+        raise AnalysisError(f"{repository.results()}: no *-ranks.jsonl in it.")
     return [parse_json(line, str(paths[-1])) for line in read_bytes(paths[-1]).splitlines()]
 
 

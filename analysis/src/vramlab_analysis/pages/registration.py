@@ -24,7 +24,7 @@ def _record() -> dict[str, Any]:
     """The newest record of `experiments register`. Raises AnalysisError without one."""
     paths = repository.listing().files("register.json")
     if not paths:
-        raise AnalysisError("experiments/results: has no *-register.json.")
+        raise AnalysisError(f"{repository.results()}: no *-register.json in it.")
     return dict(read_json(paths[-1]))
 
 
