@@ -12,6 +12,7 @@ import polars as pl
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
+from tests.conftest import summary, write_experiment
 from vramlab_analysis import execute, notebook
 from vramlab_analysis.errors import AnalysisError
 
@@ -45,6 +46,18 @@ def test_a_table_that_refutes_a_statement_turns_it_red(page: list[str]) -> None:
 
     notebook.verdict("a pool is as good", {"width 784": 0.109}, most=0.05, number=notebook.percent)
     assert "(at most 5 %). 11 %, width 784." in page[-1]
+
+
+def test_a_skipped_run_is_named_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Without it the advice to run the spec again leads nowhere: the run is skipped again.
+    monkeypatch.setenv("RESULTS", str(tmp_path))
+    folder = tmp_path / "2026-01-01-sim" / "an-experiment"
+    planned = ["00-naive-r0", "01-pytorch-r0"]
+    write_experiment(folder, [("naive", {}, summary()), ("pytorch", {}, summary())], runs=planned)
+    path = folder / "runs" / "01-pytorch-r0" / "run.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"status": "skipped", "error": "no PyTorch here"}))
+    with pytest.raises(AnalysisError, match=r"1 of the planned runs .* 01-pytorch-r0 \(no PyTorch here\); "):
+        notebook.complete("an-experiment", "sim")
 
 
 def test_an_error_for_users_is_one_line_in_a_notebook(capsys: pytest.CaptureFixture[str]) -> None:

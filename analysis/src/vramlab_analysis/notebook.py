@@ -33,9 +33,11 @@ def complete(spec: str, device: str) -> Experiment:
     """
     experiment = results(spec, device)
     if missing := experiment.missing():
+        reasons = [entry.meta.get("error") for entry in experiment.runs if entry.id == missing[0]]
+        reason = f" ({reasons[0]})" if any(reasons) else ""
         raise AnalysisError(
             f"{experiment.directories[0]}: {len(missing)} of the planned runs are missing or failed, such as "
-            f"{missing[0]}; `experiments run {spec}` continues it."
+            f"{missing[0]}{reason}; `experiments run {spec}` continues it."
         )
     return experiment
 
