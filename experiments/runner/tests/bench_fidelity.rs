@@ -256,6 +256,13 @@ fn what_cannot_be_compared_is_refused() {
     test_dir
         .run(&[&["fidelity", "--against", "none"], &spec[..]].concat())
         .refused(2, &["none has no experiment.json"]);
+    // So is one of another spec.
+    record(&test_dir, "c", "sim");
+    for recorded in ["--measured", "--against"] {
+        test_dir
+            .run(&["fidelity", recorded, "c/small", "--out", "new"])
+            .refused(2, &["c/small is of the spec 'small', and the new runs are of 'fidelity'; set --spec"]);
+    }
     assert!(!test_dir.at("new").exists());
 }
 

@@ -45,6 +45,8 @@ pub(crate) struct Measured {
 #[derive(Debug)]
 pub(crate) struct Recorded {
     pub(crate) name: String,
+    /// Name of its spec.
+    pub(crate) spec: String,
     /// Options in which the runs differ; their values name a cell.
     pub(crate) axes: Vec<String>,
     pub(crate) cells: BTreeMap<String, Vec<Measured>>,
@@ -73,7 +75,8 @@ impl Recorded {
         if cells.is_empty() {
             bail!("{name} has no finished run");
         }
-        Ok(Self { name, axes, cells })
+        let spec = experiment["name"].as_str().unwrap_or_default().to_owned();
+        Ok(Self { name, spec, axes, cells })
     }
 }
 
