@@ -1,6 +1,6 @@
-//! Trains a multilayer perceptron under a chosen GPU memory allocator and says what the allocator did.
+//! Trains a multilayer perceptron under a chosen GPU memory allocator, and records the allocator's calls, times and memory.
 //!
-//! [`run`] is the whole program but for the command line: settings in, run record out. Everything that
+//! [`run`] is the program without its command line: it takes settings and writes a run record. Everything that
 //! a training step computes goes through [`Context`](tensor::Context), which allocates from the allocator under
 //! study and nowhere else.
 

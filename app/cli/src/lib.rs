@@ -1,4 +1,5 @@
-//! The program `vramlab`, which analyzes recordings of PyTorch's allocator, and the functions of it that `experiments` calls.
+//! The program `vramlab`, which runs and records CUDA programs and analyzes recordings of GPU memory, and the functions of it that
+//! `experiments` calls.
 
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 

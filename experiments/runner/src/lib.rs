@@ -1,5 +1,5 @@
-//! Runs the trainer under several allocators and compares the records; measures allocators and device profiles: the
-//! program `experiments`.
+//! The program `experiments`: runs the trainer, PyTorch, CUDA programs and replays under several allocators and compares the records;
+//! measures allocator calls, and the costs of the simulated GPU.
 
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
