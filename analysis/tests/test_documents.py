@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import subprocess
 from pathlib import Path
 
 import polars as pl
@@ -264,6 +265,24 @@ def test_the_simulated_runs_are_of_their_sessions_profile_or_of_the_built_in_one
         built_in = experiments.results(spec, "sim").document["device"] == "sim"
         assert agreement.in_session(spec) is not built_in, spec
         assert agreement.paces(spec, "sim").keys() <= agreement.paces(spec, "gpu").keys(), spec
+
+
+def test_costs_of_kernels_in_the_built_in_profile_are_fits_of_their_timings(tmp_path: Path) -> None:
+    program = repository.built("experiments")
+    assert program is not None
+    folder = repository.results()
+    costs = json.loads((repository.root() / "allocators/device/src/profiles/h200.json").read_text())["kernels"]
+    # Kernels without timings of the first machine are of the second.
+    for label in ("2026-11-21-h200", "2026-11-29-h200"):
+        fitted = tmp_path / f"{label}.json"
+        command: list[str | Path] = [program, "fit-kernels", folder / label / "kernels.jsonl", "--out", fitted]
+        subprocess.run(command, check=True, capture_output=True)
+        timed = {json.loads(line)["kernel"] for line in (folder / label / "kernels.jsonl").read_text().splitlines()}
+        fits = json.loads(fitted.read_text())["kernels"]
+        here = timed & costs.keys()
+        assert len(here) > 10
+        assert {name: costs.pop(name) for name in here} == {name: fits[name] for name in here}, label
+    assert not costs
 
 
 def test_held_out_cells_are_of_networks_that_no_profile_saw() -> None:

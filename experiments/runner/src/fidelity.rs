@@ -123,7 +123,10 @@ pub(crate) fn fidelity(args: &FidelityArgs) -> Result<()> {
         bail!("--profile is for new runs, and --against names recorded ones; leave one of them out");
     }
     if let Some(recorded) = &args.against {
-        of_spec(&Recorded::read(recorded)?, args.measured.is_some(), &args.spec)?;
+        let recorded = Recorded::read(recorded)?;
+        if args.measured.is_none() {
+            of_spec(&recorded, &args.spec)?;
+        }
     }
     let mut children = None;
     let (measured, against) = match records(args)? {
@@ -132,7 +135,9 @@ pub(crate) fn fidelity(args: &FidelityArgs) -> Result<()> {
     };
     // Recorded runs are read before the minutes that new ones take.
     let measured = Recorded::read(&measured)?;
-    of_spec(&measured, against.is_some(), &args.spec)?;
+    if against.is_none() {
+        of_spec(&measured, &args.spec)?;
+    }
     let against = Recorded::read(&folder(args, against.as_deref(), &simulated, &mut children)?)?;
     let report = compare(&measured, &against, args.tolerance)?;
     if args.json {
@@ -169,10 +174,10 @@ fn verdict(report: &Report) -> Result<()> {
     Err(RuntimeFailure::new(format!("{count} of {all} cells are not as measured: {}", faults.join("; "))).into())
 }
 
-/// Refuses recorded runs of another spec than that of the new runs, of which there are none if `other_is_recorded`.
-fn of_spec(recorded: &Recorded, other_is_recorded: bool, spec: &str) -> Result<()> {
+/// Refuses recorded runs of another spec than that of the new runs.
+fn of_spec(recorded: &Recorded, spec: &str) -> Result<()> {
     let stem = Path::new(spec).file_stem().unwrap_or_default().to_string_lossy();
-    if !other_is_recorded && recorded.spec != stem {
+    if recorded.spec != stem {
         bail!("{} is of the spec '{}', and the new runs are of '{stem}'; set --spec", recorded.name, recorded.spec);
     }
     Ok(())
