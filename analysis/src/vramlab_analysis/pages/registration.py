@@ -118,7 +118,8 @@ def values() -> Mapping[str, Any]:
         for kind in kinds
     }
     return {
-        "source": record["source"],
+        "gpu": kinds[0]["measurement"]["gpu"] if kinds else "",
+        "build": record["provenance"]["git_commit"][:8],
         "day": record["started_at"][:10],
         "ranks": record["ranks"],
         "nccl": kinds[0]["measurement"]["nccl"] if kinds else "",
