@@ -26,7 +26,7 @@ use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Instant;
-use terminal::{Cell, Column, Page, RuntimeFailure, Table, say};
+use terminal::{Cell, Column, Page, RuntimeFailure, Table, quoted, say};
 use vramlab::CudaDriver;
 use vramlab::input::{DOCUMENT, read_text};
 
@@ -91,6 +91,9 @@ struct Planned {
     /// Its records that have no committed one.
     not_kept: Vec<String>,
     command: Vec<String>,
+    /// The file to which the command's output is written.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    stdout: Option<PathBuf>,
     documents: Vec<String>,
 }
 
@@ -241,6 +244,7 @@ fn plan(chosen: &[Part], done: &BTreeMap<String, Finished>, out: &Path, budget: 
             kept,
             not_kept,
             command: part.words(out, budget)?,
+            stdout: part.stdout.as_ref().map(|name| out.join(name)),
             documents: part.documents.clone(),
         })
     };
@@ -380,7 +384,12 @@ fn page(planned: &[Planned]) -> Page {
     page.note("seconds: the last call here, else the runs of the kept records, else an estimate");
     page.gap();
     for part in planned {
-        page.line(format!("{}: {}", part.part, part.command.join(" ")));
+        let mut line = part.command.iter().map(|word| quoted(word)).collect::<Vec<_>>().join(" ");
+        if let Some(file) = &part.stdout {
+            line += &format!(" > {}", quoted(&file.to_string_lossy()));
+        }
+        page.line(format!("{}:", part.part));
+        page.verbatim(&line);
     }
     origins(planned, &mut page);
     page

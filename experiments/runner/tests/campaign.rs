@@ -246,6 +246,23 @@ fn the_plan_names_what_kept_records_lack() {
     assert!(page.contains("Parts without a kept record\nnew"), "{page}");
 }
 
+/// A shell makes a part by the line that the plan prints.
+#[cfg(unix)]
+#[test]
+fn the_plan_prints_commands_to_copy() {
+    let test_dir = TestDir::new();
+    test_dir.write(
+        "parts.toml",
+        "[[part]]\nname = 'a'\ncommand = ['printf', '%s', 'two words']\nstdout = 'a file'\ndocuments = []\n\
+         [[part.record]]\nmade = 'a file'\nkept = 'none.json'\nkey = ['arm']\nfigures = ['ms']\n",
+    );
+    let page = test_dir.run(&["campaign", "--file", "parts.toml", "-o", "out", "--plan"]).ok().stdout;
+    let line = page.lines().skip_while(|line| *line != "a:").nth(1).unwrap_or_else(|| panic!("{page}"));
+    fs::create_dir_all(test_dir.at("out")).unwrap();
+    Command::new("sh").args(["-c", line]).current_dir(&test_dir.0).assert().success();
+    assert_eq!(fs::read_to_string(test_dir.at("out/a file")).unwrap(), "two words", "{line}");
+}
+
 /// A signal ends the command of the part and what it started, whatever group of processes got the signal; meanwhile no other
 /// campaign may write to the directory.
 #[cfg(unix)]
