@@ -4,6 +4,7 @@
 
 use ring::digest::{SHA256, digest};
 use serde::{Deserialize, Serialize};
+use std::ffi::OsString;
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -79,6 +80,16 @@ impl Provenance {
             job: job(&|name| std::env::var(name).ok()),
         }
     }
+}
+
+/// The command line of this process, without directories of this machine.
+#[must_use]
+pub fn command_line() -> Vec<String> {
+    let name = |word: OsString| match Path::new(&word).file_name() {
+        Some(name) if Path::new(&word).is_absolute() => name.to_string_lossy().into_owned(),
+        _ => word.to_string_lossy().into_owned(),
+    };
+    std::env::args_os().map(name).collect()
 }
 
 /// The trimmed text of a system file; `None` if it is missing or empty.

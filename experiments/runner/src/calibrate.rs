@@ -283,6 +283,7 @@ fn measure_device(
         schema_version: 1,
         code_version: env!("CARGO_PKG_VERSION"),
         provenance: crate::study::record::provenance(),
+        command: terminal::provenance::command_line(),
         source: source.to_owned(),
         started_at,
         clock: if device.virtual_time { "virtual" } else { "monotonic" },

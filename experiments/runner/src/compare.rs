@@ -16,6 +16,7 @@ use std::ffi::OsString;
 use std::fs::File;
 use std::process::{Command, Stdio};
 use terminal::arguments::{self, Selections};
+use terminal::provenance::command_line;
 use terminal::{Bar, Cell, Comparison, Page, command, duration, quoted, say, seconds};
 use trainer::ranks::{RankSpread, Spread};
 use vramlab::Bytes;
@@ -157,6 +158,8 @@ struct Row {
     middle_half: BTreeMap<String, [f64; 2]>,
     /// Start of the first run, UTC.
     started_at: String,
+    /// The command line, without directories of this machine.
+    command: Vec<String>,
     /// The trainer's commit, build and machine, as in its record.
     provenance: Value,
 }
@@ -348,6 +351,7 @@ fn row_of_run(arm: &str, record: &Value) -> Result<Row> {
         repeats: 1,
         middle_half: BTreeMap::new(),
         started_at: text(record, "/started_at"),
+        command: command_line(),
         provenance: record["provenance"].clone(),
     })
 }

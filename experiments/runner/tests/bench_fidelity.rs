@@ -30,9 +30,18 @@ fn the_json_names_what_was_measured_and_where() {
     let output = bench(&arguments);
     assert!(output.status.success(), "{output:?}");
     let report: Value = serde_json::from_slice(&output.stdout).unwrap();
-    for key in
-        ["schema_version", "code_version", "provenance", "date", "device", "cores", "repeats", "included", "rows"]
-    {
+    for key in [
+        "schema_version",
+        "code_version",
+        "provenance",
+        "command",
+        "date",
+        "device",
+        "cores",
+        "repeats",
+        "included",
+        "rows",
+    ] {
         assert!(!report[key].is_null(), "{key} is missing");
     }
     let rows = report["rows"].as_array().unwrap();

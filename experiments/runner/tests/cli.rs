@@ -29,6 +29,7 @@ fn compare_has_a_row_for_each_arm() {
         assert!(row["device"].as_str().unwrap().contains("simulated"));
         assert_eq!((&row["repeats"], row["started_at"].as_str().unwrap().len()), (&1.into(), 20));
         assert!(row["provenance"]["build_profile"].is_string() && row["provenance"]["host_hash"].is_string(), "{row}");
+        assert_eq!(row["command"].as_array().unwrap()[..4], ["experiments", "compare", "--json", "--"], "{row}");
         let number = |key: &str| row[key].as_f64().unwrap();
         assert!(number("epoch_s") > 0.0 && number("final_train_loss") > 0.0);
         assert!((0.0..=1.0).contains(&number("val_accuracy")));
@@ -290,6 +291,7 @@ fn calibration_writes_a_profile_and_what_it_measured() {
     let text = std::fs::read_to_string(test_dir.at("calls.json")).unwrap();
     let measurements: serde_json::Value = serde_json::from_str(&text).unwrap();
     assert_eq!((&measurements["schema_version"], &measurements["clock"]), (&json!(1), &json!("virtual")));
+    assert_eq!(measurements["command"].as_array().unwrap()[..2], ["experiments", "calibrate"]);
     assert!(
         measurements["calls"].as_array().unwrap().len() > 80 && measurements["kernels"].as_array().unwrap().len() > 20
     );

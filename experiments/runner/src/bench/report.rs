@@ -104,6 +104,8 @@ pub(crate) struct Report {
     schema_version: u32,
     code_version: &'static str,
     provenance: Provenance,
+    /// The command line, without directories of this machine.
+    command: Vec<String>,
     date: String,
     device: DeviceDescription,
     cpu: Option<String>,
@@ -125,6 +127,7 @@ impl Report {
             schema_version: 1,
             code_version: env!("CARGO_PKG_VERSION"),
             provenance: provenance(),
+            command: terminal::provenance::command_line(),
             date: trainer::provenance::now(),
             device: driver.describe(),
             cpu,

@@ -9,6 +9,7 @@ use anyhow::{Context, Result, bail};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use terminal::provenance::command_line;
 use terminal::{Bar, Cell, Column, Page, command, duration, quoted};
 use trainer::provenance::Provenance;
 use vramlab::backends::host_exact;
@@ -146,7 +147,7 @@ pub(crate) struct HostMeasurements {
     code_version: &'static str,
     /// Commit, build and machine of this program.
     provenance: Provenance,
-    /// Arguments of the program.
+    /// The command line, without directories of this machine.
     command: Vec<String>,
     /// Source of the values, in words.
     source: String,
@@ -216,7 +217,7 @@ fn measure_host(device: &DeviceName, source: &str) -> Result<(HostCosts, HostMea
         schema_version: 1,
         code_version: env!("CARGO_PKG_VERSION"),
         provenance: crate::study::record::provenance(),
-        command: std::env::args_os().map(|word| word.to_string_lossy().into_owned()).collect(),
+        command: command_line(),
         source: source.to_owned(),
         started_at,
         clock: if device.virtual_time { "virtual" } else { "monotonic" },

@@ -21,6 +21,8 @@ pub(crate) struct Measurements {
     pub(crate) code_version: &'static str,
     /// Commit, build and machine of this program.
     pub(crate) provenance: Provenance,
+    /// The command line, without directories of this machine.
+    pub(crate) command: Vec<String>,
     /// Source of the profile's values, in words.
     pub(crate) source: String,
     pub(crate) started_at: String,

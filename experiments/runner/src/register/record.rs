@@ -4,6 +4,7 @@ use crate::study::record::provenance;
 use anyhow::Result;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
+use terminal::provenance::command_line;
 use terminal::{Cell, Column, Page, Table, command, duration};
 use trainer::provenance::Provenance;
 use trainer::ranks::{BufferMemory, CollectiveTime, CommunicatorMemory, KindMeasurement, Mode, Operation};
@@ -81,15 +82,6 @@ pub(crate) struct Register {
     communicators: Communicators,
 }
 
-/// The command line, without directories of this machine.
-fn own_command() -> Vec<String> {
-    let name = |text: String| match std::path::Path::new(&text).file_name() {
-        Some(name) if text.starts_with('/') => name.to_string_lossy().into_owned(),
-        _ => text,
-    };
-    std::env::args().map(name).collect()
-}
-
 impl Register {
     pub(super) fn new(
         source: String,
@@ -103,7 +95,7 @@ impl Register {
             program: "register",
             code_version: env!("CARGO_PKG_VERSION"),
             provenance: provenance(),
-            command: own_command(),
+            command: command_line(),
             source,
             started_at,
             ranks,
