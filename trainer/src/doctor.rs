@@ -65,9 +65,9 @@ impl Diagnosis {
             .partition(|gpu| gpu.state == State::Ok);
         let broken = self.findings.iter().filter(|finding| finding.state == State::Broken).count();
         let summary = match (gpus.first(), bad.first(), broken) {
-            (Some(gpu), _, 0) => format!("A run takes the {} ({}).", gpu.what, gpu.found),
-            (None, None, 0) => "There is no GPU that can be used; a run takes the simulated one.".to_owned(),
-            _ => format!("{broken} found broken, marked with !! above; --device sim works without it."),
+            (Some(gpu), _, 0) => format!("A run uses the {} ({}).", gpu.what, gpu.found),
+            (None, None, 0) => "No GPU can be used; a run uses the simulated one.".to_owned(),
+            _ => "What is marked with !! above does not work; --device sim works without it.".to_owned(),
         };
         let device = if broken > 0 { "--alloc caching --device sim" } else { "--alloc caching" };
         page.end(summary, &terminal::command("trainer", device));
@@ -104,7 +104,7 @@ fn cuda(findings: &mut Vec<Finding>) {
     match CudaDriver::new(0) {
         Ok(driver) => findings.push(finding("CUDA driver", State::Ok, format!("CUDA {}", driver.driver_version()), "")),
         Err(error) => {
-            let advice = "look at nvidia-smi; another process may hold the GPU exclusively";
+            let advice = "run nvidia-smi: another process may use the GPU exclusively";
             findings.push(finding("CUDA driver", State::Broken, error.to_string(), advice));
         }
     }
@@ -126,7 +126,7 @@ fn capabilities(findings: &mut Vec<Finding>, pools: bool, vmm: bool) {
     for (what, there, need) in [("  stream-ordered pools", pools, Needs::Pools), ("  virtual memory", vmm, Needs::Vmm)]
     {
         if there {
-            findings.push(finding(what, State::Ok, "there", ""));
+            findings.push(finding(what, State::Ok, "supported", ""));
         } else {
             let missing = "not supported by this device, driver or system";
             findings.push(finding(what, State::Missing, missing, without(need)));
@@ -150,7 +150,7 @@ fn mnist(findings: &mut Vec<Finding>, data_dir: Option<&Path>) {
         DataRequest { name: DatasetName::Mnist, data_dir: data_dir.map(Path::to_owned), seed: 0, offline: false };
     let location = data::locate_mnist(&request);
     let advice = "put the four files into a directory and name it with --data-dir or MNIST_DIR; without them --dataset \
-                  auto tries a download and else generates digits";
+                  auto tries a download and otherwise generates digits";
     if location.complete().is_some() {
         findings.push(finding("MNIST", State::Ok, location.to_string(), ""));
     } else {
@@ -162,7 +162,7 @@ fn profiler(findings: &mut Vec<Finding>) {
     match find_program("nsys") {
         Some(path) => findings.push(finding("Nsight Systems", State::Ok, path.display().to_string(), "")),
         None => {
-            let advice = "install Nsight Systems to see runs on a timeline; NVTX ranges switch themselves on under it";
+            let advice = "install Nsight Systems to see runs on a timeline; NVTX ranges are on under it";
             findings.push(finding("Nsight Systems", State::Missing, "nsys is not on PATH", advice));
         }
     }

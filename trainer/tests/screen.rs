@@ -59,21 +59,21 @@ fn doctor_at_80_columns_and_others() {
                                            install NVIDIA's driver 550 or newer (no CUDA toolkit
                                            is needed)
                 ok  simulated GPU          NVIDIA H200 (simulated), built in (--device sim)
-                ok    stream-ordered pools there
-                ok    virtual memory       there
+                ok    stream-ordered pools supported
+                ok    virtual memory       supported
                 --  MNIST                  not here: cache/mnist (the cache) has none of its
                                            files; would be downloaded from
                                            https://ossci-datasets.s3.amazonaws.com/mnist/ or
                                            https://storage.googleapis.com/cvdf-datasets/mnist/
                                            -> put the four files into a directory and name it
                                            with --data-dir or MNIST_DIR; without them --dataset
-                                           auto tries a download and else generates digits
+                                           auto tries a download and otherwise generates digits
                 --  Nsight Systems         nsys is not on PATH
                                            -> install Nsight Systems to see runs on a timeline;
-                                           NVTX ranges switch themselves on under it
+                                           NVTX ranges are on under it
                 --  NVTX tool              none attached; ranges are off and cost one branch
 
-                There is no GPU that can be used; a run takes the simulated one.
+                No GPU can be used; a run uses the simulated one.
                 Next: cargo run -p trainer -- --alloc caching
             ");
         });
