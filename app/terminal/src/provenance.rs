@@ -4,7 +4,6 @@
 
 use ring::digest::{SHA256, digest};
 use serde::{Deserialize, Serialize};
-use std::ffi::OsString;
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -85,11 +84,16 @@ impl Provenance {
 /// The command line of this process, without directories of this machine.
 #[must_use]
 pub fn command_line() -> Vec<String> {
-    let name = |word: OsString| match Path::new(&word).file_name() {
-        Some(name) if Path::new(&word).is_absolute() => name.to_string_lossy().into_owned(),
-        _ => word.to_string_lossy().into_owned(),
-    };
-    std::env::args_os().map(name).collect()
+    std::env::args_os().map(|word| without_directories(&word.to_string_lossy())).collect()
+}
+
+/// A word with its absolute path cut to the last name: `/a/b`, `--out=/a/b`, `sim:/a/b`, and not `https://a/b`.
+fn without_directories(word: &str) -> String {
+    let is_root = |at: usize| (at == 0 || word[..at].ends_with(['=', ':'])) && !word[at..].starts_with("//");
+    match word.match_indices('/').map(|(at, _)| at).find(|at| is_root(*at)) {
+        Some(at) => word[..at].to_owned() + word[at..].trim_end_matches('/').rsplit('/').next().unwrap_or_default(),
+        None => word.to_owned(),
+    }
 }
 
 /// The trimmed text of a system file; `None` if it is missing or empty.
@@ -187,6 +191,21 @@ mod tests {
     use super::*;
 
     use std::time::Duration;
+
+    #[test]
+    fn command_lines_have_no_directories() {
+        for (word, kept) in [
+            ("/a/b/trainer", "trainer"),
+            ("/a/b/", "b"),
+            ("--out=/a/b c", "--out=b c"),
+            ("sim:/a/b.json", "sim:b.json"),
+            ("runs/a", "runs/a"),
+            ("--url=https://a/b", "--url=https://a/b"),
+            ("", ""),
+        ] {
+            assert_eq!(without_directories(word), kept, "{word}");
+        }
+    }
 
     /// A root directory with these files.
     fn system(files: &[(&str, &str)]) -> tempfile::TempDir {

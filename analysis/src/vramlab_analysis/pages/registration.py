@@ -8,6 +8,7 @@ from typing import Any
 
 from vramlab_analysis import repository
 from vramlab_analysis.errors import AnalysisError, read_json
+from vramlab_analysis.pages.cells import build
 from vramlab_analysis.pages.registry import group, markdown, table
 
 MIB = 2**20
@@ -119,7 +120,7 @@ def values() -> Mapping[str, Any]:
     }
     return {
         "gpu": kinds[0]["measurement"]["gpu"] if kinds else "",
-        "build": record["provenance"]["git_commit"][:8],
+        "build": build(record.get("provenance")),
         "day": record["started_at"][:10],
         "ranks": record["ranks"],
         "nccl": kinds[0]["measurement"]["nccl"] if kinds else "",
