@@ -153,8 +153,10 @@ fn steps(length: usize) -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step, 1..length)
 }
 
-fn record(settings: CachingSettings, steps: &[Step]) -> Recorder {
+/// Records the steps; with the recording comes its number of events after each of them, in order.
+fn record(settings: CachingSettings, steps: &[Step]) -> (Recorder, Vec<usize>) {
     let mut recorder = Recorder::new(settings, 16 * GIB, STREAMS);
+    let mut ends = vec![0];
     for step in steps {
         match step {
             Step::Alloc { bytes, stream } => {
@@ -168,24 +170,18 @@ fn record(settings: CachingSettings, steps: &[Step]) -> Recorder {
             Step::EmptyCache => recorder.empty_cache(),
             Step::Free { .. } | Step::Use { .. } => {}
         }
+        ends.push(recorder.event_count());
     }
-    recorder
-}
-
-/// Whether the event before `skip` ends an operation.
-fn between_operations(events: &[Event], skip: usize) -> bool {
-    let Some(last) = events[..skip].last() else { return true };
-    matches!(last.action, Action::Alloc | Action::Oom | Action::FreeRequested)
-        || skip > 1 && (events[skip - 2].action, events[skip - 2].addr) == (Action::FreeRequested, last.addr)
+    (recorder, ends)
 }
 
 fn check_cut(settings: CachingSettings, steps: &[Step], at: Index) {
-    let recorder = record(settings, steps);
+    let (recorder, ends) = record(settings, steps);
     let mut events = recorder.events();
     let mut skip = at.index(events.len() + 1);
-    // Frees for which a retry waited before the truncation look as if they had completed.
-    while settings.memory_limit.is_some() && skip < events.len() && !between_operations(&events, skip) {
-        skip += 1;
+    if settings.memory_limit.is_some() {
+        // Frees for which a retry waited before the truncation would look as if they had completed before the request.
+        skip = ends[ends.partition_point(|end| *end < skip)];
     }
     if events[skip..].iter().all(|event| event.action != Action::FreeCompleted) {
         // A log without completions counts as one that does not record them, so add one.

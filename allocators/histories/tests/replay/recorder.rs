@@ -293,4 +293,8 @@ impl Recorder {
     pub(crate) fn events(&self) -> Vec<Event> {
         self.watch.hook().0.lock().unwrap().events.clone()
     }
+
+    pub(crate) fn event_count(&self) -> usize {
+        self.watch.hook().0.lock().unwrap().events.len()
+    }
 }
