@@ -210,10 +210,6 @@ fn check_cut(settings: CachingSettings, steps: &[Step], at: Index) {
 }
 
 fn cases(cases: u32) -> ProptestConfig {
-    let cases = match std::env::var_os("PROPTEST_CASES") {
-        Some(_) => ProptestConfig::default().cases,
-        None => cases,
-    };
     ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() }
 }
 

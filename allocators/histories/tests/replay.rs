@@ -205,10 +205,6 @@ fn check_faithful(settings: CachingSettings, recorder: &Recorder) {
 }
 
 fn cases(cases: u32) -> ProptestConfig {
-    let cases = match std::env::var_os("PROPTEST_CASES") {
-        Some(_) => ProptestConfig::default().cases,
-        None => cases,
-    };
     // A failed case is tried first from then on: the file is part of the repository.
     let file = FileFailurePersistence::Direct("tests/replay/failures.txt");
     ProptestConfig { cases, failure_persistence: Some(Box::new(file)), ..ProptestConfig::default() }

@@ -21,10 +21,6 @@ pub(crate) const ROOM: u64 = 192 * MIB;
 
 /// `cases` programs unless `PROPTEST_CASES` sets another number; a failing one is printed, not stored in a file.
 pub(crate) fn config(cases: u32) -> ProptestConfig {
-    let cases = match std::env::var_os("PROPTEST_CASES") {
-        Some(_) => ProptestConfig::default().cases,
-        None => cases,
-    };
     ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() }
 }
 
