@@ -3,7 +3,7 @@
 mod cut;
 mod small;
 
-use crate::common::{GIB, MIB};
+use crate::common::{GIB, MIB, cases};
 use crate::recorder::Recorder;
 use cut::{Complete, recordings};
 use proptest::prelude::*;
@@ -207,10 +207,6 @@ fn check_cut(settings: CachingSettings, steps: &[Step], at: Index) {
     for (ours, recorded) in report.stats.entries().iter().zip(recorder.caching.stats().entries()) {
         assert!(!ours.0.ends_with(".current") || *ours == recorded, "{ours:?}, recorded {recorded:?}, {log}");
     }
-}
-
-fn cases(cases: u32) -> ProptestConfig {
-    ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() }
 }
 
 proptest! {

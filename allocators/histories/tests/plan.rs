@@ -1,5 +1,6 @@
 //! Plans: no two conflicting blocks overlap, none is below the bound, and few are far from it.
 
+use crate::common::cases;
 use proptest::prelude::*;
 use proptest::sample::Index;
 use std::fs::File;
@@ -15,10 +16,6 @@ use vramlab_histories::plan::{
 use vramlab_histories::replay::{History, HistoryBuilder, ReplaySettings, replay};
 use vramlab_policies::Selection;
 use vramlab_policies::backends::{CachingSettings, pytorch};
-
-fn cases(cases: u32) -> ProptestConfig {
-    ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() }
-}
 
 /// Written from the definition, without the library's helpers.
 fn conflict(lifetimes: &[Lifetime], first: usize, second: usize, cross: CrossStream) -> bool {

@@ -1,6 +1,6 @@
 //! The backend `plan`: a repeating program gets its planned addresses, and any other is served all the same.
 
-use crate::common::{GIB, MIB, allocate, check_nothing_held, checker, free, ready_ns, sim, work};
+use crate::common::{GIB, MIB, allocate, cases, check_nothing_held, checker, free, ready_ns, sim, work};
 use proptest::prelude::*;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -9,10 +9,6 @@ use vramlab_device::{Driver, NullDriver, StreamId, sim::SimMemory};
 use vramlab_histories::plan::{CrossStream, Lifetime, NEVER, plan as search};
 use vramlab_policies::backends::{PlanFile, PlanSettings, plan};
 use vramlab_policies::{AllocError, Block, DeviceAllocator, Path, Selection};
-
-fn cases(cases: u32) -> ProptestConfig {
-    ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() }
-}
 
 /// A plan in a file, and the allocator that uses it.
 struct Followed {

@@ -4,7 +4,7 @@
 mod faulty;
 mod twins;
 
-use crate::common::{MIB, allocate, check_nothing_held, check_stats, free, free_bytes, ready_ns, sim, work};
+use crate::common::{self, MIB, allocate, check_nothing_held, check_stats, free, free_bytes, ready_ns, sim, work};
 use proptest::prelude::*;
 use proptest::sample::Index;
 use proptest::test_runner::TestRunner;
@@ -18,11 +18,6 @@ use vramlab_policies::{Block, BlockState, DeviceAllocator, Selection, Snapshot};
 
 pub(crate) const STREAMS: usize = 3;
 pub(crate) const ROOM: u64 = 192 * MIB;
-
-/// `cases` programs unless `PROPTEST_CASES` sets another number; a failing one is printed, not stored in a file.
-pub(crate) fn config(cases: u32) -> ProptestConfig {
-    ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() }
-}
 
 #[derive(Clone, Debug)]
 pub(crate) enum Op {
@@ -359,10 +354,11 @@ pub(crate) fn of_every_backend<S: Strategy>(
     check: impl Fn(&Selection, &S::Value),
 ) {
     for of in backends::all().into_iter().map(Selection::of) {
-        let outcome = TestRunner::new(config(cases)).run(&(history(), selections(&of)), |(history, selection)| {
-            check(&selection, &history);
-            Ok(())
-        });
+        let outcome =
+            TestRunner::new(common::cases(cases)).run(&(history(), selections(&of)), |(history, selection)| {
+                check(&selection, &history);
+                Ok(())
+            });
         outcome.unwrap_or_else(|error| panic!("{of}: {error}"));
     }
 }

@@ -6,6 +6,8 @@ mod device;
 
 #[allow(unused_imports, reason = "as above")]
 pub(crate) use device::*;
+use proptest::prelude::ProptestConfig;
+use proptest::test_runner::contextualize_config;
 use std::sync::Arc;
 #[allow(unused_imports, reason = "as above")]
 pub(crate) use vramlab_conformance::{check_nothing_held, check_stats};
@@ -13,6 +15,12 @@ use vramlab_device::{Driver, StreamId};
 use vramlab_policies::backends::{self, GraphCapture};
 use vramlab_policies::instruments::Checker;
 use vramlab_policies::{AllocError, Backend, Block, DeviceAllocator, Path, Request, Selection, Snapshot};
+
+/// `cases` cases unless `PROPTEST_CASES` sets another number; a failed one is printed, not stored in a file.
+pub(crate) fn cases(cases: u32) -> ProptestConfig {
+    // A runner without the macro `proptest` does not read the variable by itself.
+    contextualize_config(ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() })
+}
 
 /// The backends that support captures.
 pub(crate) fn capturing() -> impl Iterator<Item = &'static Backend> {

@@ -1,8 +1,8 @@
 //! `caching` is `pytorch`, written for speed: on two equal devices they place every block at the same address by the same path,
 //! make the same driver calls at the same time, and report the same.
 
-use super::{Op, ROOM, STREAMS, caching_settings, config, ops};
-use crate::common::{GIB, MIB, allocate, free, sim, work};
+use super::{Op, ROOM, STREAMS, caching_settings, ops};
+use crate::common::{GIB, MIB, allocate, cases, free, sim, work};
 use proptest::prelude::*;
 use proptest::sample::Index;
 use proptest::strategy::ValueTree;
@@ -230,7 +230,7 @@ impl Twins {
 }
 
 proptest! {
-    #![proptest_config(config(500))]
+    #![proptest_config(cases(500))]
 
     /// On a device with room for everything and on one that is often full.
     #[test]
@@ -251,7 +251,7 @@ proptest! {
 }
 
 proptest! {
-    #![proptest_config(config(250))]
+    #![proptest_config(cases(250))]
 
     /// While graphs are captured on two of the streams. Nothing waits for a stream: that would invalidate the capture.
     #[test]
@@ -284,7 +284,7 @@ fn pool_op() -> impl Strategy<Value = PoolOp> {
 }
 
 proptest! {
-    #![proptest_config(config(400))]
+    #![proptest_config(cases(400))]
 
     /// While some requests are for private pools, also where memory is short.
     #[test]
@@ -318,7 +318,7 @@ fn fault() -> impl Strategy<Value = (CallKind, u64, u32)> {
 }
 
 proptest! {
-    #![proptest_config(config(200))]
+    #![proptest_config(cases(200))]
 
     /// While calls of the device fail now and then: both say so of the same operation, and keep the same.
     #[test]
