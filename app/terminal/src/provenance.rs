@@ -87,9 +87,12 @@ pub fn command_line() -> Vec<String> {
     std::env::args_os().map(|word| without_directories(&word.to_string_lossy())).collect()
 }
 
-/// A word with its absolute path cut to the last name: `/a/b`, `--out=/a/b`, `sim:/a/b`, and not `https://a/b`.
+/// A word with its absolute path cut to the last name: `/a/b`, `-o/a/b`, `--out=/a/b`, `sim:/a/b`, and not `https://a/b`.
 fn without_directories(word: &str) -> String {
-    let is_root = |at: usize| (at == 0 || word[..at].ends_with(['=', ':'])) && !word[at..].starts_with("//");
+    let begins = |before: &str| {
+        before.is_empty() || before.ends_with(['=', ':']) || before.len() == 2 && before.starts_with('-')
+    };
+    let is_root = |at: usize| begins(&word[..at]) && !word[at..].starts_with("//");
     match word.match_indices('/').map(|(at, _)| at).find(|at| is_root(*at)) {
         Some(at) => word[..at].to_owned() + word[at..].trim_end_matches('/').rsplit('/').next().unwrap_or_default(),
         None => word.to_owned(),
@@ -197,6 +200,7 @@ mod tests {
         for (word, kept) in [
             ("/a/b/trainer", "trainer"),
             ("/a/b/", "b"),
+            ("-o/a/b", "-ob"),
             ("--out=/a/b c", "--out=b c"),
             ("sim:/a/b.json", "sim:b.json"),
             ("runs/a", "runs/a"),
