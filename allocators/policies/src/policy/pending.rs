@@ -53,6 +53,8 @@ pub struct Pending<B = BlockId> {
     /// Bytes of deferred frees that wait for destroyed streams, which record no event. Only a wait for the whole device shows that
     /// their work has completed.
     stranded: Gauge,
+    /// These deferred frees, oldest first: an order that does not depend on how the allocator numbers its blocks.
+    stranded_blocks: Vec<B>,
     /// The first error of a deferred free that no free call returned, until it is taken.
     error: Option<DriverError>,
     /// Streams that were announced to use a live block.
@@ -70,6 +72,7 @@ impl<B> Default for Pending<B> {
             captured: Captured::default(),
             events: Events::default(),
             stranded: Gauge::default(),
+            stranded_blocks: Vec::new(),
             error: None,
             uses: BTreeMap::new(),
             completed: None,
@@ -199,6 +202,7 @@ impl<B: Copy + Ord> Pending<B> {
         left.destroyed_streams += 1;
         if left.destroyed_streams == 1 {
             self.stranded.increase(left.bytes);
+            self.stranded_blocks.push(block);
         }
     }
 
@@ -263,12 +267,10 @@ impl<B: Copy + Ord> Pending<B> {
         captured
             .and(self.drain(driver, capturing, true, done, |event| driver.event_synchronize(event).map(|()| true)))?;
         // A device with an open capture cannot be waited for; if the wait is refused, the state does not change.
-        if self.stranded.current == 0 || capturing || driver.device_synchronize().is_err() {
+        if self.stranded_blocks.is_empty() || capturing || driver.device_synchronize().is_err() {
             return Ok(());
         }
-        let stranded: Vec<B> =
-            self.left.iter().filter(|(_, left)| left.destroyed_streams > 0).map(|(block, _)| *block).collect();
-        for block in stranded {
+        for block in std::mem::take(&mut self.stranded_blocks) {
             let left = self.left.entry(block).or_default();
             let destroyed = std::mem::take(&mut left.destroyed_streams);
             self.stranded.decrease(left.bytes);
@@ -395,5 +397,18 @@ mod tests {
         assert_eq!((completed.len(), bench.stranded()), (0, Some(BYTES)), "not while a graph is captured");
         bench.pending.synchronize(&bench.driver, false, &mut completed).unwrap();
         assert_eq!((completed, bench.stranded()), (vec![block], Some(0)));
+    }
+
+    /// Allocators that number their blocks differently must still complete them in the same order.
+    #[test]
+    fn blocks_that_waited_for_the_device_complete_in_the_order_of_their_frees() {
+        let mut bench = Bench::new();
+        for number in [9, 4] {
+            bench.driver.fail(CallKind::EventRecord, 0, DriverError::OUT_OF_MEMORY);
+            assert!(bench.free(BlockId::numbered(number)).is_err());
+        }
+        let mut completed = Vec::new();
+        bench.pending.synchronize(&bench.driver, false, &mut completed).unwrap();
+        assert_eq!(completed, [9, 4].map(BlockId::numbered));
     }
 }
