@@ -320,9 +320,9 @@ impl DeviceAllocator for Caching {
     }
 
     fn trim(&self, keep_bytes: u64) -> Result<u64, AllocError> {
-        let released = release_cached(&mut self.grown(), keep_bytes)?;
+        let released = release_cached(&mut self.grown(), keep_bytes);
         lock(&self.pending).take_error().map_or(Ok(()), Err)?;
-        Ok(released)
+        Ok(released?)
     }
 
     fn parts(&self) -> Parts<'_> {

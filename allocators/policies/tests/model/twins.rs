@@ -198,6 +198,18 @@ impl Twins {
         self.0.iter().for_each(|side| side.calls.lock().unwrap().clear());
     }
 
+    /// Applies an operation in which a call of the device may fail, and compares.
+    fn apply_with(&mut self, op: &Op, fault: Option<Fault>) {
+        for side in &self.0 {
+            if let Some((kind, skip, code)) = fault {
+                side.faulty.fail(kind, skip, code);
+            }
+        }
+        self.apply(op);
+        self.0.iter().for_each(|side| side.faulty.clear());
+        self.compare();
+    }
+
     fn capture(&mut self, which: usize) {
         let [rules, fast] = &mut self.0;
         assert_eq!(rules.capture(which), fast.capture(which));
@@ -303,8 +315,10 @@ proptest! {
     }
 }
 
-/// The call after the next few of a kind fails.
-fn fault() -> impl Strategy<Value = (CallKind, u64, u32)> {
+/// A kind of call, the number of its calls before the one that fails, and the error.
+type Fault = (CallKind, u64, u32);
+
+fn fault() -> impl Strategy<Value = Fault> {
     let kinds = vec![
         CallKind::MemAlloc,
         CallKind::MemFree,
@@ -329,15 +343,27 @@ proptest! {
     ) {
         let mut twins = Twins::new(&settings, ROOM);
         for (op, fault) in ops.iter().zip(faults) {
-            for side in &twins.0 {
-                if let Some((kind, skip, code)) = fault {
-                    side.faulty.fail(kind, skip, code);
-                }
-            }
-            twins.apply(op);
-            twins.0.iter().for_each(|side| side.faulty.clear());
-            twins.compare();
+            twins.apply_with(op, fault);
         }
+    }
+}
+
+/// A free whose event fails after the free has returned, and a segment that the device does not release.
+#[test]
+fn both_say_first_that_an_event_failed() {
+    // Only one block is live at a time.
+    let which = any::<Index>().new_tree(&mut TestRunner::deterministic()).unwrap().current();
+    let mut twins = Twins::new(&CachingSettings::default(), ROOM);
+    let fault = |kind| Some((kind, 0, DriverError::OUT_OF_MEMORY));
+    for (op, fault) in [
+        (Op::Allocate { bytes: 512, stream: 0 }, None),
+        (Op::RecordUse { which, stream: 1 }, None),
+        (Op::Free { which }, fault(CallKind::EventCreate)),
+        (Op::Allocate { bytes: 10 * MIB, stream: 0 }, fault(CallKind::EventRecord)),
+        (Op::Free { which }, None),
+        (Op::Trim { keep: 0 }, fault(CallKind::MemFree)),
+    ] {
+        twins.apply_with(&op, fault);
     }
 }
 
