@@ -48,6 +48,23 @@ def test_a_table_that_refutes_a_statement_turns_it_red(page: list[str]) -> None:
     assert "(at most 5 %). 11 %, width 784." in page[-1]
 
 
+def test_repeats_on_both_sides_of_a_bound_decide_nothing(page: list[str]) -> None:
+    cells = {"width 512": 1.00, "width 4,096": 1.14}
+    inside = {"width 512": (0.97, 1.02)}
+
+    def shown(wide: tuple[float, float]) -> str:
+        ranges = inside | {"width 4,096": wide}
+        notebook.verdict("a pool is as good", cells, most=1.02, number="{:.2f}".format, ranges=ranges)
+        return page[-1]
+
+    undecided = shown((0.69, 1.93))
+    assert "#9a6700" in undecided
+    assert "🟡 **Not decided:** a pool is as good (at most 1.02). The repeats of 1 of 2 values are on" in undecided
+    assert "on both sides of a bound; widest 1.14 (0.69 to 1.93), width 4,096." in undecided
+    assert "🔴 **Refuted:** a pool is as good (at most 1.02). 1 of 2 outside; farthest 1.14" in shown((1.03, 1.93))
+    assert "🟢 **Confirmed:**" in shown((0.69, 1.02))
+
+
 def test_a_skipped_run_is_named_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Without it the advice to run the spec again leads nowhere: the run is skipped again.
     monkeypatch.setenv("RESULTS", str(tmp_path))

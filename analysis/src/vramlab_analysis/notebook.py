@@ -69,10 +69,13 @@ def verdict(
     least: float = -math.inf,
     most: float = math.inf,
     number: Callable[[float], str] = lambda value: f"{value:g}",
+    ranges: Mapping[str, tuple[float, float]] | None = None,
 ) -> None:
     """Shows whether values confirm a statement: each is at least `least` and at most `most`.
 
     `figures` has the values by the names of their cells. A refuted statement is red, with the value farthest outside.
+    `ranges` has the lowest and highest values that a cell's repeats permit. With it, a statement is refuted if a whole
+    range is outside, confirmed if all are inside, and otherwise not decided, which is yellow.
 
     Raises AnalysisError without values, because then nothing was tested.
     """
@@ -83,10 +86,20 @@ def verdict(
     bounds += [f"at most {number(most)}"] if most < math.inf else []
     outside = {name: max(value - most, least - value) for name, value in known.items()}
     farthest = max(outside, key=outside.__getitem__)
-    refuted = [name for name, by in outside.items() if by > 0]
+    ranges = ranges or {name: (value, value) for name, value in known.items()}
+    refuted = [name for name, (low, high) in ranges.items() if low > most or high < least]
+    crossed = {name: high - low for name, (low, high) in ranges.items() if low < least <= high or low <= most < high}
     colour, mark, word = ("#c81e1e", "🔴", "Refuted") if refuted else ("#1a7f37", "🟢", "Confirmed")
     shown = f"{number(known[farthest])}, {farthest}"
-    if len(known) > 1:
+    if crossed and not refuted:
+        colour, mark, word = "#9a6700", "🟡", "Not decided"
+        widest = max(crossed, key=crossed.__getitem__)
+        low, high = ranges[widest]
+        shown = (
+            f"The repeats of {len(crossed)} of {len(known)} values are on both sides of a bound; "
+            f"widest {number(known[widest])} ({number(low)} to {number(high)}), {widest}"
+        )
+    elif len(known) > 1:
         count = (
             f"{len(refuted)} of {len(known)} outside; farthest"
             if refuted
