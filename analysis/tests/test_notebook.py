@@ -13,8 +13,9 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
 from tests.conftest import summary, write_experiment
-from vramlab_analysis import execute, notebook
+from vramlab_analysis import execute, measures, notebook
 from vramlab_analysis.errors import AnalysisError
+from vramlab_analysis.measures import Ratio
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 
@@ -49,20 +50,32 @@ def test_a_table_that_refutes_a_statement_turns_it_red(page: list[str]) -> None:
 
 
 def test_repeats_on_both_sides_of_a_bound_decide_nothing(page: list[str]) -> None:
-    cells = {"width 512": 1.00, "width 4,096": 1.14}
-    inside = {"width 512": (0.97, 1.02)}
-
-    def shown(wide: tuple[float, float]) -> str:
-        ranges = inside | {"width 4,096": wide}
-        notebook.verdict("a pool is as good", cells, most=1.02, number="{:.2f}".format, ranges=ranges)
+    def shown(low: float, high: float) -> str:
+        cells: dict[str, float | Ratio] = {"width 512": 1.00, "width 4,096": Ratio(1.14, low, high)}
+        notebook.verdict("a pool is as good", cells, most=1.02, number="{:.2f}".format)
         return page[-1]
 
-    undecided = shown((0.69, 1.93))
+    undecided = shown(0.69, 1.93)
     assert "#9a6700" in undecided
-    assert "🟡 **Not decided:** a pool is as good (at most 1.02). The repeats of 1 of 2 values are on" in undecided
-    assert "on both sides of a bound; widest 1.14 (0.69 to 1.93), width 4,096." in undecided
-    assert "🔴 **Refuted:** a pool is as good (at most 1.02). 1 of 2 outside; farthest 1.14" in shown((1.03, 1.93))
-    assert "🟢 **Confirmed:**" in shown((0.69, 1.02))
+    assert (
+        "🟡 **Not decided:** a pool is as good (at most 1.02). 1 of 2 have repeats on both sides; widest" in undecided
+    )
+    assert "widest 1.14 (0.69 to 1.93), width 4,096." in undecided
+    refuted = shown(1.03, 1.93)
+    assert "🔴 **Refuted:** a pool is as good (at most 1.02). 1 of 2 outside; farthest 1.14 (1.03 to 1.93)" in refuted
+    assert "🟢 **Confirmed:** a pool is as good (at most 1.02). 2 values; nearest to the bound" in shown(0.69, 1.02)
+
+
+def test_a_ratio_compares_runs_of_one_repeat() -> None:
+    # The second repeat ran on a host that is ten times as slow.
+    frame = pl.DataFrame({"repeat": [0, 0, 1, 1], "name": ["a", "b"] * 2, "step_us": [10.0, 20.0, 100.0, 210.0]})
+    ratio = measures.over(frame, "step_us", {"name": "b"}, {"name": "a"})
+    assert (ratio.low, ratio.high) == (2.0, 2.1)
+    assert ratio.value == pytest.approx(115 / 55)
+    assert (ratio - 1).low == 1.0
+    assert (ratio - 1).high == pytest.approx(1.1)
+    with pytest.raises(AnalysisError, match="no repeat has step us of both"):
+        measures.over(frame, "step_us", {"name": "b"}, {"name": "c"})
 
 
 def test_a_skipped_run_is_named_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

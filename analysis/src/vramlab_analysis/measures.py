@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import polars as pl
 
 from vramlab_analysis.calls import MEMORY_CALLS, account, counted_per
+from vramlab_analysis.errors import AnalysisError
 from vramlab_analysis.records import Run
 
 
@@ -129,6 +131,38 @@ def spread(values: pl.Series) -> tuple[float, float]:
     numbers = values.drop_nulls().cast(pl.Float64)
     low, high = (0.25, 0.75) if len(numbers) >= MANY else (0.0, 1.0)
     return tuple(numbers.quantile(share, "linear") for share in (low, high))  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A ratio of two medians, with the spread of the ratios in single repeats."""
+
+    value: float
+    low: float
+    high: float
+
+    def __sub__(self, by: float) -> Self:
+        """The ratio less a number: less 1 it is the change."""
+        return type(self)(self.value - by, self.low - by, self.high - by)
+
+
+def over(frame: pl.DataFrame, value: str, of: dict[str, Any], to: dict[str, Any]) -> Ratio:
+    """The ratio of a value in two settings, `of` over `to`, which have the values of columns.
+
+    Single runs are compared within a repeat.
+
+    Raises AnalysisError if they have no repeat in common.
+    """
+    ones, others = (
+        frame.filter([pl.col(column) == expected for column, expected in where.items()]).select("repeat", value)
+        for where in (of, to)
+    )
+    pairs = ones.drop_nulls().join(others.drop_nulls(), on="repeat", suffix="_to")
+    if pairs.is_empty():
+        raise AnalysisError(f"no repeat has {value.replace('_', ' ')} of both {of} and {to}.")
+    low, high = spread(pairs[value] / pairs[f"{value}_to"])
+    middle_of, middle_to = (float(side[value].median()) for side in (ones, others))  # type: ignore[arg-type]
+    return Ratio(middle_of / middle_to, low, high)
 
 
 def middle(frame: pl.DataFrame, by: list[str], value: str) -> pl.DataFrame:

@@ -18,12 +18,15 @@ from matplotlib.figure import Figure
 from vramlab_analysis import measures, style
 from vramlab_analysis.errors import AnalysisError
 from vramlab_analysis.experiments import Experiment, results
+from vramlab_analysis.measures import Ratio
 from vramlab_analysis.pages.registry import markdown
 from vramlab_analysis.plots import bars
 from vramlab_analysis.plots.cells import matrix as cells_of
 
 # The recorded results that are drawn, the GPU's first. DEVICES=sim reads only simulated results.
 DEVICES = os.environ.get("DEVICES", "gpu,sim").split(",")
+# Colours and signs of verdicts.
+MARKS = {"Refuted": ("#c81e1e", "🔴"), "Not decided": ("#9a6700", "🟡"), "Confirmed": ("#1a7f37", "🟢")}
 
 
 def complete(spec: str, device: str) -> Experiment:
@@ -64,50 +67,49 @@ def rows(head: Sequence[str], body: Iterable[Sequence[Any]]) -> None:
 
 def verdict(
     statement: str,
-    figures: Mapping[str, float],
+    figures: Mapping[str, float | Ratio],
     *,
     least: float = -math.inf,
     most: float = math.inf,
     number: Callable[[float], str] = lambda value: f"{value:g}",
-    ranges: Mapping[str, tuple[float, float]] | None = None,
 ) -> None:
     """Shows whether values confirm a statement: each is at least `least` and at most `most`.
 
     `figures` has the values by the names of their cells. A refuted statement is red, with the value farthest outside.
-    `ranges` has the lowest and highest values that a cell's repeats permit. With it, a statement is refuted if a whole
-    range is outside, confirmed if all are inside, and otherwise not decided, which is yellow.
+    Ratios have the spread of their repeats: a statement is refuted if a whole spread is outside, confirmed if all are
+    inside, and otherwise not decided, which is yellow.
 
     Raises AnalysisError without values, because then nothing was tested.
     """
-    known = {name: value for name, value in figures.items() if value is not None and not math.isnan(value)}
+    known = {name: _spread(value) for name, value in figures.items() if value is not None}
+    known = {name: one for name, one in known.items() if not math.isnan(one.value)}
     if not known or len(known) < len(figures):
         raise AnalysisError(f"'{statement}': {len(figures) - len(known)} of its {len(figures)} values are missing.")
     bounds = [f"at least {number(least)}"] if least > -math.inf else []
     bounds += [f"at most {number(most)}"] if most < math.inf else []
-    outside = {name: max(value - most, least - value) for name, value in known.items()}
-    farthest = max(outside, key=outside.__getitem__)
-    ranges = ranges or {name: (value, value) for name, value in known.items()}
-    refuted = [name for name, (low, high) in ranges.items() if low > most or high < least]
-    crossed = {name: high - low for name, (low, high) in ranges.items() if low < least <= high or low <= most < high}
-    colour, mark, word = ("#c81e1e", "🔴", "Refuted") if refuted else ("#1a7f37", "🟢", "Confirmed")
-    shown = f"{number(known[farthest])}, {farthest}"
-    if crossed and not refuted:
-        colour, mark, word = "#9a6700", "🟡", "Not decided"
-        widest = max(crossed, key=crossed.__getitem__)
-        low, high = ranges[widest]
-        shown = (
-            f"The repeats of {len(crossed)} of {len(known)} values are on both sides of a bound; "
-            f"widest {number(known[widest])} ({number(low)} to {number(high)}), {widest}"
-        )
-    elif len(known) > 1:
-        count = (
-            f"{len(refuted)} of {len(known)} outside; farthest"
-            if refuted
-            else f"{len(known)} values; nearest to the bound"
-        )
-        shown = f"{count} {shown}"
+    refuted = {name: max(one.low - most, least - one.high) for name, one in known.items()}
+    refuted = {name: by for name, by in refuted.items() if by > 0}
+    across = {name: one.high - one.low for name, one in known.items() if not least <= one.low <= one.high <= most}
+    inside = {name: max(one.value - most, least - one.value) for name, one in known.items()}
+    if refuted:
+        word, among, count = "Refuted", refuted, f"{len(refuted)} of {len(known)} outside; farthest"
+    elif across:
+        word, among, count = "Not decided", across, f"{len(across)} of {len(known)} have repeats on both sides; widest"
+    else:
+        word, among, count = "Confirmed", inside, f"{len(known)} values; nearest to the bound"
+    colour, mark = MARKS[word]
+    name = max(among, key=among.__getitem__)
+    one = known[name]
+    shown, low, high = map(number, (one.value, one.low, one.high))
+    shown += f" ({low} to {high})" if low != high else ""
+    shown = f"{count} {shown}, {name}" if len(known) > 1 else f"{shown}, {name}"
     text = f"{mark} **{word}:** {statement} ({' and '.join(bounds)}). {shown}."
     display(Markdown(f'<span style="color:{colour}">{text}</span>'))  # type: ignore[no-untyped-call]
+
+
+def _spread(value: float | Ratio) -> Ratio:
+    """A ratio; that of a plain value has no spread."""
+    return value if isinstance(value, Ratio) else Ratio(value, value, value)
 
 
 def matrices(frames: Mapping[str, pl.DataFrame], *, title: str, **drawing: Any) -> None:
