@@ -2,37 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from statistics import median
 from typing import Any
 
+import polars as pl
+
 from vramlab_analysis import repository
 from vramlab_analysis.errors import AnalysisError, parse_json, read_bytes
 from vramlab_analysis.experiments import Entry, results
+from vramlab_analysis.measures import Ratio, spread
 from vramlab_analysis.pages.cells import origin, span
 from vramlab_analysis.pages.registry import group, markdown, table
 
 MICRO = 1e6
 MIB = 2**20
-# Runs of the trainer by name in the record, with the row of the table.
+# Variants of the table, by arm of the spec `ranks`, its options and the width.
 VARIANTS = {
-    "m-caching": "`caching`",
-    "m-stream-ordered": "`stream-ordered`",
-    "m-rmm-arena": "`rmm-arena`",
-    "m-naive": "`naive`",
-    "m-mixed": "`naive` on rank 0, `caching` on rank 1",
-    "m-no-overlap": "`caching`, `--overlap off`",
-    "m-bucket-1M": "`caching`, `--bucket 1M`",
-    "m-record-stream": "`caching`, `--buffers record-stream`",
-    "m-events": "`caching`, `--buffers events`",
-    "m-graph": "`caching`, `--launch graph`",
+    ("allocators", "caching", 1024): "`caching`",
+    ("allocators", "stream-ordered", 1024): "`stream-ordered`",
+    ("allocators", "naive", 1024): "`naive`",
+    ("mixed", "caching", 1024): "`naive` on rank 0, `caching` on rank 1",
+    ("buffers", "kept", 1024): "`caching`, `--bucket 64K`",
+    ("buffers", "record-stream", 1024): "`caching`, `--bucket 64K --buffers record-stream`",
+    ("buffers", "events", 1024): "`caching`, `--bucket 64K --buffers events`",
+    ("allocators", "caching", 4096): "`caching`",
+    ("buckets", "1M", 4096): "`caching`, `--bucket 1M`",
+    ("buckets", "1G", 4096): "`caching`, `--bucket 1G`",
+    ("no-overlap", "caching", 4096): "`caching`, `--overlap off`",
 }
+# The option that tells the cells of an arm apart, beside the width.
+NAMED_BY = {"buffers": "buffers", "buckets": "bucket"}
 
 
 @cache
 def _lines() -> list[dict[str, Any]]:
-    """The lines of the newest record, the machine first. Raises AnalysisError without one."""
+    """The lines of the newest record with DistributedDataParallel. Raises AnalysisError without one."""
     paths = repository.listing().files("ranks.jsonl")
     if not paths:
         raise AnalysisError(f"{repository.results()}: no *-ranks.jsonl in it.")
@@ -47,44 +53,72 @@ def _runs(name: str) -> list[dict[str, Any]]:
     return runs
 
 
-def _ddp(name: str) -> dict[str, float]:
-    """Median step of PyTorch by width, in microseconds."""
-    steps: dict[str, list[float]] = {}
-    for run in _runs(name)[-1]["runs"]:
-        steps.setdefault(str(run["hidden"]), []).append(MICRO * run["step_s"])
-    return {width: median(times) for width, times in steps.items()}
+def _ddp(name: str) -> float:
+    """Median step of PyTorch at width 1024, in microseconds."""
+    return float(median(MICRO * run["step_s"] for run in _runs(name)[-1]["runs"] if run["hidden"] == 1024))
+
+
+def _step(name: str) -> float:
+    """Median step of the trainer's slower rank beside it, in microseconds."""
+    return float(median(MICRO * max(rank["step_s"] for rank in run["ranks"]) for run in _runs(name)))
+
+
+@group("ddp")
+def beside_pytorch() -> Mapping[str, Any]:
+    """Median step of width 1024 in microseconds of PyTorch's DistributedDataParallel and the trainer, by mode."""
+    return {
+        "machine": _lines()[0]["machine"],
+        "day": _lines()[0]["day"],
+        "pytorch": {mode: _ddp(f"ddp-{mode}") for mode in ("eager", "graph")},
+        "trainer": {"eager": _step("m-caching"), "graph": _step("m-graph")},
+    }
+
+
+@cache
+def _variants() -> dict[tuple[str, str, int], list[Entry]]:
+    """Finished runs of the spec `ranks` by arm, option and width. Raises AnalysisError without one of `VARIANTS`."""
+    found: dict[tuple[str, str, int], list[Entry]] = {}
+    for entry in results("ranks", "gpu").runs:
+        if entry.done:
+            option = str(entry.options[NAMED_BY.get(entry.arm, "alloc")])
+            found.setdefault((entry.arm, option, int(entry.options["hidden"])), []).append(entry)
+    missing = sorted(str(name) for name in VARIANTS if name not in found)
+    if missing:
+        raise AnalysisError(f"experiments/results: the newest experiment `ranks` lacks {', '.join(missing)}.")
+    return found
+
+
+def _losses() -> Iterator[tuple[int, tuple[float, ...]]]:
+    """Width and sequence of losses of each finished run of two ranks."""
+    for spec in ("ranks", "ranks-buffers"):
+        for entry in results(spec, "gpu").runs:
+            if entry.done:
+                yield int(entry.options["hidden"]), tuple(entry.record.steps["loss"])
 
 
 @group("ranks")
 def values() -> Mapping[str, Any]:
-    """Median step in microseconds by variant, `ddp` by mode and width, `sum` of 256 MiB in microseconds, and counts."""
-    equal = [line for line in _lines() if str(line.get("name", "")).startswith(("c-n2-", "c-f16-n2-"))]
-    counts = [len(_runs(name)) for name in VARIANTS]
-    kills = [line for line in _lines() if line.get("name") == "kill"]
-    return {
-        "machine": _lines()[0]["machine"],
-        "day": _lines()[0]["day"],
-        "step": {name.removeprefix("m-"): _step(name) for name in VARIANTS},
-        "runs": {"least": min(counts), "most": max(counts)},
-        "ddp": {"eager": _ddp("ddp-eager"), "graph": _ddp("ddp-graph")},
-        "sum": {
-            "mib": _runs("ddp-all-reduce")[0]["all_reduce_bytes"] / MIB,
-            "trainer-mib": _runs("all-reduce-256M")[0]["communication"]["bucket_bytes"][0] / MIB,
-            "pytorch": MICRO * median(_runs("ddp-all-reduce")[0]["all_reduce_s"]),
-            "trainer": MICRO * _runs("all-reduce-256M")[0]["communication"]["sum_s"][0],
-        },
-        "equal": {"runs": len(equal), "losses": len({run["losses"] for run in equal})},
-        "kill": {
-            "runs": len(kills),
-            "ended": sum(line["processes_left"] == "0" for line in kills),
-            "longest": max(line["seconds"] for line in kills),
-        },
+    """Median step of the slower rank in microseconds by arm, option and width, and `equal`: counts of runs, widths and
+    different sequences of losses."""
+    cells: dict[str, Any] = {}
+    for (arm, option, width), entries in _variants().items():
+        times = largest_of_ranks(entries, "step_s")
+        cells.setdefault(arm, {}).setdefault(option, {})[str(width)] = median(times)
+    losses = list(_losses())
+    widths, different = {width for width, _ in losses}, set(losses)
+    return cells | {
+        "runs": span(len(entries) for entries in _variants().values()),
+        "origin": origin("ranks"),
+        "equal": {"runs": len(losses), "widths": len(widths), "sequences": len(different)},
     }
 
 
-def _step(name: str) -> float:
-    """Median step of the slower rank, in microseconds."""
-    return float(median(MICRO * max(rank["step_s"] for rank in run["ranks"]) for run in _runs(name)))
+def over(of: tuple[str, str, int], to: tuple[str, str, int]) -> Ratio:
+    """The slower rank's step of a variant over that of another. Single runs are compared within a repeat on a host."""
+    ones, others = (_by_turn(_variants()[name]) for name in (of, to))
+    return Ratio(
+        median(ones.values()) / median(others.values()), *spread(pl.Series(_over(ones, others), dtype=pl.Float64))
+    )
 
 
 @table("ranks")
@@ -92,17 +126,33 @@ def steps() -> str:
     """Both ranks by variant: median step with the range, host blocked, reserved memory, and memory that waits."""
     body = []
     for name, title in VARIANTS.items():
-        runs = _runs(name)
+        of = [entry.record.summary["ranks"] for entry in _variants()[name]]
         cells = []
         for rank in (0, 1):
-            times = [MICRO * run["ranks"][rank]["step_s"] for run in runs]
+            times = [MICRO * ranks[rank]["step_s"] for ranks in of]
             cells.append(f"{median(times):,.0f} ({min(times):,.0f} to {max(times):,.0f})")
-        blocked = [median(MICRO * run["ranks"][rank]["blocked_s"] for run in runs) for rank in (0, 1)]
+        blocked = [median(MICRO * ranks[rank]["blocked_s"] / ranks[rank]["steps"] for ranks in of) for rank in (0, 1)]
         peaks = [
-            max(rank[key] for run in runs for rank in run["ranks"]) / MIB for key in ("reserved_peak", "pending_peak")
+            max(rank[f"peak_{kind}_bytes"] for ranks in of for rank in ranks) / MIB for kind in ("reserved", "pending")
         ]
-        body.append([title, *cells, f"{blocked[0]:,.0f}, {blocked[1]:,.0f}", *(f"{peak:,.1f}" for peak in peaks)])
-    head = ["", "rank 0, µs a step", "rank 1, µs a step", "host blocked, µs", "reserved, MiB", "pending, MiB"]
+        body.append(
+            [
+                f"{name[2]:,}",
+                title,
+                *cells,
+                f"{blocked[0]:,.0f}, {blocked[1]:,.0f}",
+                *(f"{peak:,.1f}" for peak in peaks),
+            ]
+        )
+    head = [
+        "width",
+        "",
+        "rank 0, µs a step",
+        "rank 1, µs a step",
+        "host blocked, µs a step",
+        "reserved, MiB",
+        "pending, MiB",
+    ]
     return markdown(head, body)
 
 
