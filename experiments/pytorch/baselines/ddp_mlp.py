@@ -4,9 +4,8 @@
     trainer start -o start.safetensors --dataset digits --hidden 1024 --batch 512 --epochs 12
     torchrun --nproc-per-node 2 ddp_mlp.py --start-file start.safetensors --mode eager
 
-Data, order and whole batches are those of the start file; each rank takes its part of each batch, as the trainer's ranks
-do. With --hidden other than the file's, PyTorch draws the weights, so that one file serves many widths. Written for PyTorch
-2.11; on a CPU it uses Gloo. --all-reduce BYTES times sums of that size instead of training.
+Weights, data, order and whole batches are those of the start file; each rank takes its part of each batch, as the trainer's
+ranks do. Written for PyTorch 2.11; on a CPU it uses Gloo. `ms` is the median step of the epochs after the second.
 """
 
 import argparse
@@ -31,15 +30,12 @@ WARM_UP = 11
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--start-file", metavar="FILE", help="start file with the data")
+    add("--start-file", metavar="FILE", required=True, help="start file with weights and data")
     add("--mode", choices=("eager", "graph"), default="eager", help="how a step runs (default: eager)")
-    add("--hidden", metavar="N,N", help="widths of the hidden layers, one run each (default: the file's)")
     add("--epochs", type=int, metavar="N", help="passes over the training set (default: the file's)")
     add("--lr", type=float, default=0.1, metavar="RATE", help="learning rate (default: 0.1)")
     add("--bucket", type=float, default=25, metavar="MIB", help="DDP's bucket_cap_mb (default: 25)")
     add("--fused-sgd", action="store_true", help="SGD(fused=True): one kernel a step")
-    add("--all-reduce", type=int, metavar="BYTES", help="time sums of this many bytes and end")
-    add("--repeat", type=int, default=1, metavar="N", help="runs of each width, interleaved (default: 1)")
     return parser.parse_args()
 
 
@@ -54,14 +50,13 @@ class Data:
         self.orders = [tensor(start.tensors[f"order.{epoch + 1}"]).to(device).long() for epoch in range(start.orders)]
 
 
-def network(start, widths, device):
+def network(start, device):
     layers = []
-    for number, (inputs, outputs) in enumerate(itertools.pairwise(widths)):
+    for number, (inputs, outputs) in enumerate(itertools.pairwise(start.widths)):
         layer = nn.Linear(inputs, outputs)
-        if widths == start.widths:
-            with torch.no_grad():
-                layer.weight.copy_(tensor(start.tensors[f"layers.{number}.weight"]))
-                layer.bias.copy_(tensor(start.tensors[f"layers.{number}.bias"]))
+        with torch.no_grad():
+            layer.weight.copy_(tensor(start.tensors[f"layers.{number}.weight"]))
+            layer.bias.copy_(tensor(start.tensors[f"layers.{number}.bias"]))
         layers += [layer, nn.ReLU()]
     return nn.Sequential(*layers[:-1]).to(device)
 
@@ -88,9 +83,8 @@ def part(batch, rank, size):
     return batch[rows * rank // size : rows * (rank + 1) // size]
 
 
-def train(options, start, data, widths, device):
+def train(options, start, data, device):
     """Step times by epoch, and the losses."""
-    torch.manual_seed(start.number("seed"))
     rank, size = dist.get_rank(), dist.get_world_size()
     cuda = device.type == "cuda"
     batch, epochs = start.number("batch"), options.epochs or start.number("epochs")
@@ -98,7 +92,7 @@ def train(options, start, data, widths, device):
     # A graph's warm-up steps change the weights; they are restored.
     side = torch.cuda.Stream() if graph else None
     with torch.cuda.stream(side):
-        plain = network(start, widths, device)
+        plain = network(start, device)
         model = DistributedDataParallel(
             plain, device_ids=[device.index] if cuda else None, bucket_cap_mb=options.bucket
         )
@@ -125,7 +119,7 @@ def train(options, start, data, widths, device):
         torch.cuda.current_stream().wait_stream(side)
         for rows in {batch, tail} - {0}:
             rows = len(part(range(rows), rank, size))
-            steps[rows] = Captured(step, rows, widths[0], device)
+            steps[rows] = Captured(step, rows, start.widths[0], device)
         plain.load_state_dict(held)
     times, losses = [], []
     for epoch in range(epochs):
@@ -148,23 +142,6 @@ def train(options, start, data, widths, device):
     return times, (total / size).tolist()
 
 
-def all_reduce(bytes_, device):
-    """Times of sums one behind the other, in seconds."""
-    values = torch.zeros(bytes_ // 4, device=device)
-    for _ in range(5):
-        dist.all_reduce(values)
-    out = []
-    for _ in range(10):
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
-        for _ in range(20):
-            dist.all_reduce(values)
-        last.record()
-        last.synchronize()
-        out.append(first.elapsed_time(last) / 20 / 1000)
-    return out
-
-
 def main():
     options = arguments()
     if options.mode == "graph":
@@ -184,25 +161,12 @@ def main():
     }
     if cuda:
         out |= {"gpu": torch.cuda.get_device_name(device), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
-    if options.all_reduce:
-        out |= {"all_reduce_bytes": options.all_reduce, "all_reduce_s": all_reduce(options.all_reduce, device)}
-    else:
-        start = start_file.read(options.start_file)
-        data = Data(start, device)
-        features, *hidden, classes = start.widths
-        widths = [int(width) for width in options.hidden.split(",")] if options.hidden else [start.number("hidden")]
-        out |= {"bucket_mib": options.bucket, "fused_sgd": options.fused_sgd, "runs": []}
-        for run in range(options.repeat):
-            for width in widths:
-                shape = [features, *[width] * len(hidden), classes]
-                if cuda:
-                    torch.cuda.reset_peak_memory_stats()
-                times, losses = train(options, start, data, shape, device)
-                steady = statistics.median(times[2:] or times)
-                found = {"hidden": width, "run": run, "step_s": steady, "epoch_step_s": times, "losses": losses[:32]}
-                if cuda:
-                    found |= {"peak_reserved_bytes": torch.cuda.max_memory_reserved()}
-                out["runs"].append(found)
+    start = start_file.read(options.start_file)
+    times, losses = train(options, start, Data(start, device), device)
+    out |= {"hidden": start.number("hidden"), "bucket_mib": options.bucket, "fused_sgd": options.fused_sgd}
+    out |= {"ms": 1e3 * statistics.median(times[2:] or times), "epoch_step_s": times, "losses": losses[:32]}
+    if cuda:
+        out |= {"peak_reserved_bytes": torch.cuda.max_memory_reserved()}
     if dist.get_rank() == 0:
         print(json.dumps(out), flush=True)
     dist.destroy_process_group()

@@ -65,6 +65,18 @@ def test_f32_is_the_trainers_but_for_rounding(plain):
     assert apart(losses(plain / "pytorch"), losses(plain / "trainer")) < 1e-5
 
 
+def test_two_ranks_of_ddp_train_as_one_trainer_does(plain):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", BASELINES / "ddp_mlp.py", RATE]
+    command += ["--start-file", plain / "start.safetensors", "--epochs=1"]
+    done = subprocess.run([str(part) for part in command], check=True, capture_output=True, text=True, env=ENVIRONMENT)
+    record = json.loads(done.stdout)
+    ours = losses(plain / "trainer")
+    assert record["ranks"] == 2
+    assert record["ms"] > 0
+    assert len(record["losses"]) == 32
+    assert max(abs(a - b) / abs(b) for a, b in zip(record["losses"], ours)) < 1e-5
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
 @pytest.mark.parametrize("weights", ["master", "half"])
 def test_sixteen_bits_train_as_the_trainers_do(dtype, weights, pair, plain):
