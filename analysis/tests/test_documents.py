@@ -6,6 +6,8 @@ import dataclasses
 import json
 import re
 import subprocess
+import tomllib
+from fnmatch import fnmatch
 from pathlib import Path
 
 import polars as pl
@@ -412,3 +414,32 @@ def test_cells_with_uneven_repeats_have_a_mark() -> None:
     assert [replays._is_wide(row) for row in rows] == [False, True]
     marked = replays.call_times().count(replays.WIDE) + replays.call_rates().count(replays.WIDE)
     assert marked == replays.bench()["wide"]
+
+
+# Forms of records that parts of the campaign replace with specs: `ranks-ddp` and `training-beside`.
+OLDER = ("*-ranks.jsonl", "*-training-beside.jsonl")
+# What belongs to another record: profiles from it, and the runs that `advise-truth` reads.
+BESIDE = ("*/profile-after.json", "*/links-profile.json", "advise-truth.jsonl")
+
+
+def test_every_record_is_made_by_a_part_of_the_campaign() -> None:
+    # A record of which no command is kept cannot be made again.
+    with (repository.root() / "experiments" / "campaign.toml").open("rb") as file:
+        parts = tomllib.load(file)["part"]
+    kept = [
+        record["kept"].replace("{spec}", spec)
+        for part in parts
+        for record in part["record"]
+        for spec in record.get("specs", [""])
+    ]
+    # A directory beside a kept file of it, such as that of a capture, is kept as a whole.
+    folders = [f"{pattern.split('/')[0]}/{pattern.split('/')[1]}" for pattern in kept if pattern.count("/") > 1]
+    made = [*kept, *folders, *OLDER, *BESIDE]
+    found = []
+    for path in repository.results().iterdir():
+        if path.is_dir():
+            found += [f"{path.name}/{one.name}" for one in path.iterdir() if not one.name.startswith(".")]
+        elif not path.name.endswith((".md", ".tar.xz")):
+            found.append(path.name)
+    assert len(found) > 80
+    assert [name for name in sorted(found) if not any(fnmatch(name, pattern) for pattern in made)] == []

@@ -80,11 +80,8 @@ def _replays(experiment: Experiment, **options: Any) -> pl.DataFrame:
 
 def _best_start() -> dict[str, float]:
     """By recording, the peak reserved of RMM's pool with the best of several initial sizes, simulated."""
-    peaks: dict[str, float] = {}
-    for row in read_json(newest("replay-rmm.json", device="sim")):
-        name = row["trace"].removesuffix(".pickle.xz")
-        peaks[name] = min(row["peak_reserved_bytes"], peaks.get(name, float("inf")))
-    return peaks
+    frame = _replays(results("rmm-start", "sim"))
+    return dict(frame.group_by("history").agg(pl.col("peak_reserved_bytes").min()).iter_rows())
 
 
 @table("recordings")
