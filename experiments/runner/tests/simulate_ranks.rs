@@ -1,12 +1,26 @@
 //! `experiments simulate-ranks` on the committed record of two GPUs, on records of simulated ranks, and on bad input.
 
-use crate::common::TestDir;
+use crate::common::{TestDir, names};
 use serde_json::{Value, json};
+use std::fs::{File, create_dir};
 use std::path::Path;
 
-fn record() -> String {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../results/2026-11-27-h200-x2-ranks.jsonl");
-    path.to_string_lossy().into_owned()
+/// The runs of the spec `ranks` in the newest record of two GPUs, unpacked.
+fn record(test_dir: &TestDir) -> String {
+    let results = Path::new(env!("CARGO_MANIFEST_DIR")).join("../results");
+    let archives = names(&results).into_iter().filter(|name| name.ends_with("-x2-ranks.tar.xz"));
+    let file = File::open(results.join(archives.max().unwrap())).unwrap();
+    let unpacked = test_dir.at("unpacked");
+    create_dir(&unpacked).unwrap();
+    let mut archive = tar::Archive::new(liblzma::read::XzDecoder::new(file));
+    for entry in archive.entries().unwrap() {
+        let mut entry = entry.unwrap();
+        let path = entry.path().unwrap().into_owned();
+        if path.iter().nth(1).is_some_and(|folder| folder == "ranks") {
+            entry.unpack_in(&unpacked).unwrap();
+        }
+    }
+    unpacked.to_string_lossy().into_owned()
 }
 
 fn predict(test_dir: &TestDir, arguments: &[&str]) -> Value {
@@ -35,7 +49,7 @@ fn train(test_dir: &TestDir, out: &str, arguments: &[&str]) {
 #[test]
 fn measured_ranks_predict_more_ranks() {
     let test_dir = TestDir::new();
-    let report = predict(&test_dir, &[&record(), "--ranks", "8,64,1024"]);
+    let report = predict(&test_dir, &[&record(&test_dir), "--ranks", "8,64,1024"]);
     let plans = report["plans"].as_array().unwrap();
     let step = |plan: &Value| plan["step_s"].as_f64().unwrap();
     let of = |configuration: &Value, alloc: &str, on: &str| -> Vec<f64> {
@@ -73,7 +87,7 @@ fn measured_ranks_predict_more_ranks() {
 #[test]
 fn a_page_names_the_model_and_its_checks() {
     let test_dir = TestDir::new();
-    let text = test_dir.run(&["simulate-ranks", &record()]).ok().stdout;
+    let text = test_dir.run(&["simulate-ranks", &record(&test_dir)]).ok().stdout;
     for words in
         ["a model, not a measurement", "Each rank keeps its rows", "one rank", "GPUs lost", "Predicted over measured: "]
     {
@@ -110,11 +124,11 @@ fn records_that_cannot_be_used_are_refused() {
     let test_dir = TestDir::new();
     train(&test_dir, "single", &[]);
     let file = test_dir.write("broken.jsonl", "{\"status\": \"finished\"}\nnot JSON\n");
-    let measured = record();
+    let measured = record(&test_dir);
     let cases: [(&[&str], &str); 4] = [
         (
             &[&measured, "--baseline", "nope"],
-            "--baseline nope: no rank of these records has it; write one of caching, naive",
+            "--baseline nope: no rank of these records has it; write one of caching, naive, stream-ordered",
         ),
         (&["single"], "no complete run of several ranks"),
         (&["missing.jsonl"], "missing.jsonl"),
