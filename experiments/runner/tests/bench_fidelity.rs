@@ -105,6 +105,7 @@ fn in_a_pipe_each_finished_case_is_a_line() {
 fn bad_input_is_one_line() {
     for (arguments, word) in [
         (&["--case", "pear"][..], "no case begins with 'pear'; there are history/"),
+        (&["--case", "mixed/64,pear"], "no case begins with 'pear'; there are history/"),
         (&["--history", "/nowhere.pickle"], "/nowhere.pickle"),
         (&["--baselines"], "add --device cuda"),
         (&["--baselines", "--device", "cuda", "--baselines-dir", "/nowhere"], "/nowhere has no run.py"),

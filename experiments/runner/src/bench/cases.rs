@@ -5,6 +5,7 @@ use crate::study::record::cores;
 use anyhow::{Context, Result, bail};
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
+use std::slice;
 use vramlab::Selection;
 use vramlab::histories::workload::RecordedCalls;
 
@@ -136,7 +137,15 @@ pub(crate) fn groups(
             groups.push(vec![Job { case: Case::Events { threads }, alloc: alloc.clone() }]);
         }
     }
-    let all = groups.clone();
+    // A misspelt case would otherwise be missing from the rows without a word.
+    let all: Vec<Case> = groups.iter().flatten().map(|job| job.case).collect();
+    let lacks = |pattern: &&String| !all.iter().any(|case| case.matches(histories, slice::from_ref(*pattern)));
+    if let Some(pattern) = patterns.iter().find(lacks) {
+        let mut names: Vec<String> = all.iter().map(|case| case.name(histories)).collect();
+        names.dedup();
+        let hint = if histories.is_empty() { "; name recordings with --history" } else { "" };
+        bail!("no case begins with '{pattern}'; there are {}{hint}", names.join(", "));
+    }
     for group in &mut groups {
         group.retain(|job| job.case.matches(histories, patterns));
         // An instrument's cost is a difference, so the bare run is included.
@@ -148,11 +157,6 @@ pub(crate) fn groups(
         }
     }
     groups.retain(|group| !group.is_empty());
-    if groups.is_empty() {
-        let mut names: Vec<String> = all.iter().flatten().map(|job| job.case.name(histories)).collect();
-        names.dedup();
-        bail!("no case begins with '{}'; there are {}", patterns.join("' or '"), names.join(", "));
-    }
     Ok(groups)
 }
 
