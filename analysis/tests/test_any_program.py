@@ -11,6 +11,7 @@ import pytest
 from tests.conftest import command_experiment, summary, write_run
 from vramlab_analysis import pytorch_comparison
 from vramlab_analysis.experiments import load_experiment
+from vramlab_analysis.measures import Interval
 from vramlab_analysis.pages import any_program, inside_pytorch
 
 
@@ -51,10 +52,11 @@ def test_runs_of_the_spec_become_cells_by_program_and_variant(tmp_path: Path, mo
     cells = any_program.values()
     assert (cells["gpu"], cells["driver"], cells["day"]) == ("NVIDIA H200", "580.1", "2026-11-28")
     assert cells["matrices"] == {
-        "plain": {"median": 110.0, "min": 100.0, "max": 120.0, "runs": 3},
-        "ordered": {"median": 60.0, "min": 60.0, "max": 60.0, "runs": 1},
+        "plain": {"median": 110.0, "min": 100.0, "max": 120.0, "runs": 3, "low": 100.0, "high": 120.0},
+        "ordered": {"median": 60.0, "min": 60.0, "max": 60.0, "runs": 1, "low": 60.0, "high": 60.0},
     }
     assert cells["cupy"]["own-pool"]["median"] == 30.0
+    assert any_program.over("gpt2", "record", "own-cache") == Interval(41 / 40, 41 / 40, 41 / 40)
     assert {name: cell["median"] for name, cell in cells["gpt2"].items()} == {
         "record": 41.0, "own-cache": 40.0, "no-cache": 90.0,
     }  # fmt: skip

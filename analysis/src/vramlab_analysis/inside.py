@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from vramlab_analysis import experiments, style
 from vramlab_analysis.errors import AnalysisError
 from vramlab_analysis.experiments import Entry
+from vramlab_analysis.measures import median_interval
 
 MIB = 2**20
 # Every allocator in the order of figures and tables, PyTorch's own first, with its colour and marker.
@@ -247,14 +248,6 @@ def ratio(
 def _turn(run: dict[str, Any]) -> tuple[tuple[Any, ...], int]:
     """The session and the repeat of a run."""
     return run["session"], run.get("repeat", 0)
-
-
-def median_interval(values: Iterable[float]) -> tuple[float, float, float]:
-    """The median of values and its 95 % interval (bootstrap)."""
-    given = np.array(list(values))
-    drawn = np.random.default_rng(0).integers(0, len(given), (4000, len(given)))
-    low, high = np.quantile(np.median(given[drawn], axis=1), (0.025, 0.975))
-    return float(np.median(given)), float(low), float(high)
 
 
 def turns(runs: Runs, arm: str, key: str = "ns") -> tuple[float, float, float]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+import numpy as np
 import polars as pl
 
 from vramlab_analysis.calls import MEMORY_CALLS, account, counted_per
@@ -133,36 +135,54 @@ def spread(values: pl.Series) -> tuple[float, float]:
     return tuple(numbers.quantile(share, "linear") for share in (low, high))  # type: ignore[return-value]
 
 
+def median_interval(values: Iterable[float]) -> tuple[float, float, float]:
+    """The median of values and its 95 % interval (bootstrap)."""
+    given = np.array(list(values))
+    drawn = np.random.default_rng(0).integers(0, len(given), (4000, len(given)))
+    low, high = np.quantile(np.median(given[drawn], axis=1), (0.025, 0.975))
+    return float(np.median(given)), float(low), float(high)
+
+
 @dataclass(frozen=True)
-class Ratio:
-    """A ratio of two medians, with the spread of the ratios in single repeats."""
+class Interval:
+    """A value, and the ends of its 95 % interval."""
 
     value: float
     low: float
     high: float
 
     def __sub__(self, by: float) -> Self:
-        """The ratio less a number: less 1 it is the change."""
+        """The value less a number: a ratio less 1 is a change."""
         return type(self)(self.value - by, self.low - by, self.high - by)
 
 
-def over(frame: pl.DataFrame, value: str, of: dict[str, Any], to: dict[str, Any]) -> Ratio:
-    """The ratio of a value in two settings, `of` over `to`, which have the values of columns.
+def ratio(of: Mapping[Any, float], to: Mapping[Any, float]) -> Interval:
+    """The ratio of two medians, and the interval of the median of ratios of runs with the same key, such as a repeat.
 
-    Single runs are compared within a repeat.
+    Raises AnalysisError if they have no key in common.
+    """
+    pairs = [value / to[key] for key, value in of.items() if key in to]
+    if not pairs:
+        raise AnalysisError("the runs of a ratio have no repeat in common.")
+    _, low, high = median_interval(pairs)
+    return Interval(float(np.median(list(of.values())) / np.median(list(to.values()))), low, high)
 
-    Raises AnalysisError if they have no repeat in common.
+
+def over(frame: pl.DataFrame, value: str, of: dict[str, Any], to: dict[str, Any]) -> Interval:
+    """The `ratio` of a column in two settings, `of` over `to`, which have the values of other columns; by repeat.
+
+    Where several runs of a setting have one repeat, the interval is of their medians.
     """
     ones, others = (
-        frame.filter([pl.col(column) == expected for column, expected in where.items()]).select("repeat", value)
+        frame.filter([pl.col(column) == expected for column, expected in where.items()]).drop_nulls(value)
         for where in (of, to)
     )
-    pairs = ones.drop_nulls().join(others.drop_nulls(), on="repeat", suffix="_to")
-    if pairs.is_empty():
-        raise AnalysisError(f"no repeat has {value.replace('_', ' ')} of both {of} and {to}.")
-    low, high = spread(pairs[value] / pairs[f"{value}_to"])
-    middle_of, middle_to = (float(side[value].median()) for side in (ones, others))  # type: ignore[arg-type]
-    return Ratio(middle_of / middle_to, low, high)
+    by_repeat = (
+        dict(side.group_by("repeat", maintain_order=True).agg(pl.col(value).median()).iter_rows())
+        for side in (ones, others)
+    )
+    found = ratio(*by_repeat)
+    return Interval(float(np.median(ones[value]) / np.median(others[value])), found.low, found.high)
 
 
 def middle(frame: pl.DataFrame, by: list[str], value: str) -> pl.DataFrame:

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from vramlab_analysis import measures, style
 from vramlab_analysis.errors import AnalysisError
 from vramlab_analysis.experiments import Experiment, results
-from vramlab_analysis.measures import Ratio
+from vramlab_analysis.measures import Interval
 from vramlab_analysis.pages.registry import markdown
 from vramlab_analysis.plots import bars
 from vramlab_analysis.plots.cells import matrix as cells_of
@@ -67,7 +67,7 @@ def rows(head: Sequence[str], body: Iterable[Sequence[Any]]) -> None:
 
 def verdict(
     statement: str,
-    figures: Mapping[str, float | Ratio],
+    figures: Mapping[str, float | Interval],
     *,
     least: float = -math.inf,
     most: float = math.inf,
@@ -76,12 +76,12 @@ def verdict(
     """Shows whether values confirm a statement: each is at least `least` and at most `most`.
 
     `figures` has the values by the names of their cells. A refuted statement is red, with the value farthest outside.
-    Ratios have the spread of their repeats: a statement is refuted if a whole spread is outside, confirmed if all are
-    inside, and otherwise not decided, which is yellow.
+    Measured values have intervals: a statement is refuted if a whole interval is outside, confirmed if all are inside,
+    and otherwise not decided, which is yellow.
 
     Raises AnalysisError without values, because then nothing was tested.
     """
-    known = {name: _spread(value) for name, value in figures.items() if value is not None}
+    known = {name: _interval(value) for name, value in figures.items() if value is not None}
     known = {name: one for name, one in known.items() if not math.isnan(one.value)}
     if not known or len(known) < len(figures):
         raise AnalysisError(f"'{statement}': {len(figures) - len(known)} of its {len(figures)} values are missing.")
@@ -94,7 +94,11 @@ def verdict(
     if refuted:
         word, among, count = "Refuted", refuted, f"{len(refuted)} of {len(known)} outside; farthest"
     elif across:
-        word, among, count = "Not decided", across, f"{len(across)} of {len(known)} have repeats on both sides; widest"
+        word, among, count = (
+            "Not decided",
+            across,
+            f"{len(across)} of {len(known)} have intervals across a bound; widest",
+        )
     else:
         word, among, count = "Confirmed", inside, f"{len(known)} values; nearest to the bound"
     colour, mark = MARKS[word]
@@ -107,9 +111,9 @@ def verdict(
     display(Markdown(f'<span style="color:{colour}">{text}</span>'))  # type: ignore[no-untyped-call]
 
 
-def _spread(value: float | Ratio) -> Ratio:
-    """A ratio; that of a plain value has no spread."""
-    return value if isinstance(value, Ratio) else Ratio(value, value, value)
+def _interval(value: float | Interval) -> Interval:
+    """A value with its interval, which is the value itself where it has none."""
+    return value if isinstance(value, Interval) else Interval(value, value, value)
 
 
 def matrices(frames: Mapping[str, pl.DataFrame], *, title: str, **drawing: Any) -> None:

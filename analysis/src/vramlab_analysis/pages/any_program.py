@@ -6,7 +6,8 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from vramlab_analysis import experiments
+from vramlab_analysis import experiments, measures
+from vramlab_analysis.measures import Interval
 from vramlab_analysis.pages.registry import group, markdown, table
 
 PROGRAMS = {
@@ -63,7 +64,15 @@ def _experiment(runs: experiments.Experiment) -> tuple[dict[str, str], list[dict
         for program, made in turns.items()
     ]
     for (program, way, own_pool, name), values in cells.items():
-        spread = {"median": statistics.median(values), "min": min(values), "max": max(values), "runs": len(values)}
+        median, low, high = measures.median_interval(values)
+        spread = {
+            "median": median,
+            "min": min(values),
+            "max": max(values),
+            "runs": len(values),
+            "low": low,
+            "high": high,
+        }
         rows.append({"program": program, "way": way, "own-pool": own_pool, "value": name} | spread)
     meta = done[0].meta
     machine = {
@@ -98,7 +107,9 @@ def cells_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
         variant = _variant(row["program"], row["way"], row.get("own-pool", False))
         if row["value"] in LAUNCHES:
             variant += f"-{row['value']}"
-        out.setdefault(row["program"], {})[variant] = {key: row[key] for key in ("median", "min", "max", "runs")}
+        out.setdefault(row["program"], {})[variant] = {
+            key: row[key] for key in ("median", "min", "max", "runs", "low", "high")
+        }
     return out
 
 
@@ -113,6 +124,18 @@ def checks() -> Mapping[str, Any]:
     compared = [some for some in printed.values() if len(some) > 1]
     differ = sum(any(one != some[0] for one in some) for some in compared)
     return {"runs": sum(map(len, compared)), "programs": len(compared), "differ": differ}
+
+
+def over(program: str, of: str, to: str) -> Interval:
+    """A variant's step over that of another variant of the program, by repeat."""
+    by_variant: dict[str, dict[int, float]] = {}
+    for spec in SPECS:
+        for entry in experiments.results(spec, "gpu").select():
+            if entry.options["program"] != program:
+                continue
+            way, own_pool = str(entry.options.get("way", "plain")), bool(entry.options.get("own-pool"))
+            by_variant.setdefault(_variant(program, way, own_pool), {})[entry.meta["repeat"]] = entry.result["us"]
+    return measures.ratio(by_variant[of], by_variant[to])
 
 
 @table("any-program")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
-from vramlab_analysis import experiments, inside
+from vramlab_analysis import experiments, measures
 from vramlab_analysis.errors import AnalysisError
 from vramlab_analysis.pages.registry import group, markdown, table
 
@@ -53,7 +53,7 @@ def of_runs(runs: Iterable[tuple[str, Mapping[str, Any], Mapping[str, Any]]]) ->
                 raise AnalysisError(f"{SPEC}: {program} under {host} has fewer than two repeats with PyTorch's.")
             steps = {repeat: statistics.median(line["step_s"]) for repeat, line in found.items()}
             base = {repeat: statistics.median(line["step_s"]) for repeat, line in own.items()}
-            middle, low, high = inside.median_interval(steps[repeat] / base[repeat] for repeat in both)
+            middle, low, high = measures.median_interval(steps[repeat] / base[repeat] for repeat in both)
             asked, pinned = (max(line[key] for line in found.values()) for key in ("requested_bytes", "reserved_bytes"))
             out[program, host] = {
                 "requested_bytes": asked,

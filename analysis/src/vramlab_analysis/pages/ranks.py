@@ -7,12 +7,10 @@ from functools import cache
 from statistics import median
 from typing import Any
 
-import polars as pl
-
 from vramlab_analysis import repository
 from vramlab_analysis.errors import AnalysisError, parse_json, read_bytes
 from vramlab_analysis.experiments import Entry, results
-from vramlab_analysis.measures import Ratio, spread
+from vramlab_analysis.measures import Interval, ratio
 from vramlab_analysis.pages.cells import origin, span
 from vramlab_analysis.pages.registry import group, markdown, table
 
@@ -113,12 +111,9 @@ def values() -> Mapping[str, Any]:
     }
 
 
-def over(of: tuple[str, str, int], to: tuple[str, str, int]) -> Ratio:
-    """The slower rank's step of a variant over that of another. Single runs are compared within a repeat on a host."""
-    ones, others = (_by_turn(_variants()[name]) for name in (of, to))
-    return Ratio(
-        median(ones.values()) / median(others.values()), *spread(pl.Series(_over(ones, others), dtype=pl.Float64))
-    )
+def over(of: tuple[str, str, int], to: tuple[str, str, int]) -> Interval:
+    """The slower rank's step of a variant over that of another, by repeat and host."""
+    return ratio(_by_turn(_variants()[of]), _by_turn(_variants()[to]))
 
 
 @table("ranks")
