@@ -416,8 +416,8 @@ def test_cells_with_uneven_repeats_have_a_mark() -> None:
     assert marked == replays.bench()["wide"]
 
 
-# Forms of records that parts of the campaign replace with specs: `ranks-ddp` and `training-beside`.
-OLDER = ("*-ranks.jsonl", "*-training-beside.jsonl")
+# A form of record that a part of the campaign replaces with the spec `training-beside`.
+OLDER = ("*-training-beside.jsonl",)
 # What belongs to another record: profiles from it, and the runs that `advise-truth` reads.
 BESIDE = ("*/profile-after.json", "*/links-profile.json", "advise-truth.jsonl")
 

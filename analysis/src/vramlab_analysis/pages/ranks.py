@@ -7,8 +7,7 @@ from functools import cache
 from statistics import median
 from typing import Any
 
-from vramlab_analysis import repository
-from vramlab_analysis.errors import AnalysisError, parse_json, read_bytes
+from vramlab_analysis.errors import AnalysisError
 from vramlab_analysis.experiments import Entry, results
 from vramlab_analysis.measures import Interval, ratio
 from vramlab_analysis.pages.cells import origin, span
@@ -30,46 +29,39 @@ VARIANTS = {
     ("buckets", "1G", 4096): "`caching`, `--bucket 1G`",
     ("no-overlap", "caching", 4096): "`caching`, `--overlap off`",
 }
+# Whether a step's launches are single or one graph.
+MODES = ("eager", "graph")
 # The option that tells the cells of an arm apart, beside the width.
 NAMED_BY = {"buffers": "buffers", "buckets": "bucket"}
 
 
 @cache
-def _lines() -> list[dict[str, Any]]:
-    """The lines of the newest record with DistributedDataParallel. Raises AnalysisError without one."""
-    paths = repository.listing().files("ranks.jsonl")
-    if not paths:
-        raise AnalysisError(f"{repository.results()}: no *-ranks.jsonl in it.")
-    return [parse_json(line, str(paths[-1])) for line in read_bytes(paths[-1]).splitlines()]
+def _beside() -> dict[tuple[str, str], dict[int, float]]:
+    """Steps in microseconds by repeat: of the trainer's slower rank and of PyTorch (`ddp`), eager and as a graph."""
+    found: dict[tuple[str, str], dict[int, float]] = {}
+    for entry in results("ranks-ddp", "gpu").select():
+        if entry.arm == "ddp":
+            mode, step = entry.options["of"], 1e3 * entry.result["lines"][0]["ms"]
+        else:
+            mode, (step,) = entry.options["launch"], largest_of_ranks([entry], "step_s")
+        found.setdefault((entry.arm, str(mode)), {})[int(entry.meta["repeat"])] = float(step)
+    missing = [f"{arm} {mode}" for arm in ("trainer", "ddp") for mode in MODES if (arm, mode) not in found]
+    if missing:
+        raise AnalysisError(f"experiments/results: the newest experiment `ranks-ddp` lacks {', '.join(missing)}.")
+    return found
 
 
-def _runs(name: str) -> list[dict[str, Any]]:
-    """Finished runs of a name. Raises AnalysisError where there is none."""
-    runs = [line for line in _lines() if line.get("name") == name and line.get("rc") == 0]
-    if not runs:
-        raise AnalysisError(f"the record of several GPUs has no finished run of {name}.")
-    return runs
-
-
-def _ddp(name: str) -> float:
-    """Median step of PyTorch at width 1024, in microseconds."""
-    return float(median(MICRO * run["step_s"] for run in _runs(name)[-1]["runs"] if run["hidden"] == 1024))
-
-
-def _step(name: str) -> float:
-    """Median step of the trainer's slower rank beside it, in microseconds."""
-    return float(median(MICRO * max(rank["step_s"] for rank in run["ranks"]) for run in _runs(name)))
+def beside_pytorch(mode: str) -> Interval:
+    """The trainer's step over that of PyTorch's DistributedDataParallel, by repeat."""
+    return ratio(_beside()[("trainer", mode)], _beside()[("ddp", mode)])
 
 
 @group("ddp")
-def beside_pytorch() -> Mapping[str, Any]:
-    """Median step of width 1024 in microseconds of PyTorch's DistributedDataParallel and the trainer, by mode."""
-    return {
-        "machine": _lines()[0]["machine"],
-        "day": _lines()[0]["day"],
-        "pytorch": {mode: _ddp(f"ddp-{mode}") for mode in ("eager", "graph")},
-        "trainer": {"eager": _step("m-caching"), "graph": _step("m-graph")},
-    }
+def ddp() -> Mapping[str, Any]:
+    """Median step of width 1024 in microseconds of PyTorch's DistributedDataParallel and of the trainer, by mode."""
+    steps = {arm: {mode: median(_beside()[(arm, mode)].values()) for mode in MODES} for arm in ("trainer", "ddp")}
+    runs = span(len(times) for times in _beside().values())
+    return {"pytorch": steps["ddp"], "trainer": steps["trainer"], "runs": runs, "origin": origin("ranks-ddp")}
 
 
 @cache
