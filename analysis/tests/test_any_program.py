@@ -50,7 +50,7 @@ def test_runs_of_the_spec_become_cells_by_program_and_variant(tmp_path: Path, mo
     )
     monkeypatch.setenv("RESULTS", str(results))
     cells = any_program.values()
-    assert (cells["gpu"], cells["driver"], cells["day"]) == ("NVIDIA H200", "580.1", "2026-11-28")
+    assert (cells["gpu"], cells["driver"], cells["days"]) == ("NVIDIA H200", "580.1", "2026-11-28")
     assert cells["matrices"] == {
         "plain": {"median": 110.0, "min": 100.0, "max": 120.0, "runs": 3, "low": 100.0, "high": 120.0},
         "ordered": {"median": 60.0, "min": 60.0, "max": 60.0, "runs": 1, "low": 60.0, "high": 60.0},

@@ -8,6 +8,7 @@ from typing import Any
 
 from vramlab_analysis import experiments, measures
 from vramlab_analysis.measures import Interval
+from vramlab_analysis.pages.cells import dates, listed
 from vramlab_analysis.pages.registry import group, markdown, table
 
 PROGRAMS = {
@@ -74,18 +75,17 @@ def _experiment(runs: experiments.Experiment) -> tuple[dict[str, str], list[dict
             "high": high,
         }
         rows.append({"program": program, "way": way, "own-pool": own_pool, "value": name} | spread)
-    meta = done[0].meta
     machine = {
-        "gpu": meta["machine"]["gpu"],
-        "driver": meta["provenance"]["driver_release"],
-        "day": meta["started_at"][:10],
+        "gpu": listed(sorted({entry.meta["machine"]["gpu"] for entry in done})),
+        "driver": listed(sorted({entry.meta["provenance"]["driver_release"] for entry in done})),
+        "days": dates(entry.meta["started_at"] for entry in done),
     }
     return machine, rows
 
 
 @group("any-program")
 def values() -> Mapping[str, Any]:
-    """Median, min, max and number of runs, by program and variant; `gpu`, `driver`, `day`.
+    """Median, min, max and number of runs, by program and variant; `gpu`, `driver`, `days`.
 
     `in-turn` has the ratios of PyTorch's step with served memory to that with its own cache, and `remainder` what
     `any-program-remainder` measured, on a machine of its own.
@@ -93,7 +93,7 @@ def values() -> Mapping[str, Any]:
     made = [_experiment(experiments.results(spec, "gpu")) for spec in SPECS]
     machine, rows = made[0][0], [row for _, some in made for row in some]
     remainder = cells_of(_experiment(experiments.results(REMAINDER, "gpu"))[1])
-    return cells_of(rows) | {name: machine[name] for name in ("gpu", "driver", "day")} | {"remainder": remainder}
+    return cells_of(rows) | {name: machine[name] for name in ("gpu", "driver", "days")} | {"remainder": remainder}
 
 
 def cells_of(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import Any
 from vramlab_analysis import repository
 from vramlab_analysis.errors import AnalysisError, parse_json, read_bytes
 from vramlab_analysis.experiments import Experiment, load_experiment, machine, results
+from vramlab_analysis.pages.cells import build
 
 GIB = 2**30
 LIMIT_S = 200
@@ -56,6 +57,11 @@ class Costs:
     def simulated(self) -> bool:
         """Whether the time to pin is that of published costs."""
         return bool(self.document["clock"] == "virtual")
+
+    @property
+    def origin(self) -> str:
+        """The build and the day."""
+        return f"build {build(self.document['provenance'])}, {self.document['started_at'][:10]}"
 
     def pins(self) -> dict[tuple[str, int], float]:
         """Seconds to pin a GiB, touching included, by way and threads (0 for `alloc`), of the largest size."""
