@@ -274,6 +274,33 @@ mod tests {
     }
 
     #[test]
+    fn every_kept_record_has_the_keys_and_figures_of_its_part() {
+        // A pointer to nothing would compare nothing, in silence.
+        let (mut records, mut wrong) = (0, Vec::new());
+        for part in crate::campaign::parts::read(None).unwrap() {
+            let kept = part.records.iter().filter_map(|record| Some((record, record.kept().unwrap()?)));
+            let kept: Vec<_> = kept.map(|(record, path)| (record, read(&path, &record.rows).unwrap(), path)).collect();
+            records += kept.len();
+            let has = |rows: &[Value], pointer: &str| rows.iter().any(|row| at(row, pointer).is_some());
+            for (record, rows, path) in &kept {
+                if !record.figures.iter().any(|figure| has(rows, figure)) {
+                    wrong.push(format!("{} has no figure of the part {}", path.display(), part.name));
+                }
+                let keys = record.key.iter().filter(|key| !has(rows, key));
+                wrong.extend(keys.map(|key| format!("{} has no {key} (part {})", path.display(), part.name)));
+            }
+            // The records of a part's specs share its figures, and some spec has each of them.
+            for figure in kept.iter().flat_map(|(record, ..)| &record.figures) {
+                if !kept.iter().any(|(_, rows, _)| has(rows, figure)) {
+                    wrong.push(format!("no record of the part {} has {figure}", part.name));
+                }
+            }
+        }
+        assert!(records > 50, "{records}");
+        assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    }
+
+    #[test]
     fn the_rows_of_a_document_may_have_another_key() {
         let temp_dir = tempfile::tempdir().unwrap();
         let path = temp_dir.path().join("a.json");
