@@ -67,9 +67,17 @@ def test_an_interval_across_a_bound_decides_nothing(page: list[str]) -> None:
     assert "🟢 **Confirmed:** a pool is as good (at most 1.02). 2 values; nearest to the bound" in shown(0.69, 1.02)
 
 
-def test_a_ratio_compares_runs_of_one_repeat() -> None:
-    # The second repeat ran on a host that is ten times as slow.
-    frame = pl.DataFrame({"repeat": [0, 0, 1, 1], "name": ["a", "b"] * 2, "step_us": [10.0, 20.0, 100.0, 210.0]})
+def test_a_ratio_compares_runs_of_one_repeat_on_one_host() -> None:
+    # The second repeat ran on a host that is ten times as slow. Of the third each run is on a host of its own.
+    hosts = ["x", "x", "y", "y", "x", "y"]
+    frame = pl.DataFrame(
+        {
+            "repeat": [0, 0, 1, 1, 2, 2],
+            "host": hosts,
+            "name": ["a", "b"] * 3,
+            "step_us": [10.0, 20.0, 100.0, 210.0, 55.0, 900.0],
+        }
+    )
     ratio = measures.over(frame, "step_us", {"name": "b"}, {"name": "a"})
     assert ratio.value == pytest.approx(115 / 55)
     assert ratio.low == pytest.approx(2.0)

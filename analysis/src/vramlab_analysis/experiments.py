@@ -16,6 +16,8 @@ from vramlab_analysis.records import Run, load_run
 
 # The beginning of a simulated device's name.
 SIMULATED = "simulated"
+# A repeat and a host.
+Turn = tuple[int, str | None]
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,17 @@ class Entry:
     def options(self) -> dict[str, Any]:
         """Options by axis."""
         return dict(self.meta.get("options", {}))
+
+    @property
+    def host(self) -> str | None:
+        """Hash of its host, if the record has one. Steps of two hosts are not comparable."""
+        found: str | None = (self.meta.get("provenance") or {}).get("host_hash")
+        return found
+
+    @property
+    def turn(self) -> Turn:
+        """Its repeat and its host: runs of one turn are compared, because a repeat can be of two hosts."""
+        return int(self.meta["repeat"]), self.host
 
     @property
     def done(self) -> bool:
@@ -120,15 +133,16 @@ class Experiment:
         return options.get(name, options.get(name.replace("-", "_")))
 
     def frame(self, **options: Any) -> pl.DataFrame:
-        """One row for each finished run of a trainer or of PyTorch: id, arm, program, repeat, options, `measures`.
+        """One row for each finished run of a trainer or of PyTorch.
 
-        Options are columns under their names with `_` for `-`.
+        Its columns are id, arm, program, repeat, host, options (under their names with `_` for `-`) and `measures`.
         """
         rows: list[dict[str, Any]] = []
         for entry in self.select(**options):
             if entry.meta.get("program") not in ("trainer", "pytorch"):
                 continue
-            row = {"id": entry.id, "arm": entry.arm, "program": entry.meta["program"], "repeat": entry.meta["repeat"]}
+            row = {"id": entry.id, "arm": entry.arm, "program": entry.meta["program"]}
+            row |= {"repeat": entry.meta["repeat"], "host": entry.host}
             row |= {name.replace("-", "_"): value for name, value in entry.options.items()}
             rows.append(row | {"name": entry.record.arm} | measures(entry.record))
         if not rows:

@@ -159,30 +159,29 @@ class Interval:
 def ratio(of: Mapping[Any, float], to: Mapping[Any, float]) -> Interval:
     """The ratio of two medians, and the interval of the median of ratios of runs with the same key, such as a repeat.
 
-    Raises AnalysisError if they have no key in common.
+    Runs without a counterpart do not count. Raises AnalysisError if there are no others.
     """
-    pairs = [value / to[key] for key, value in of.items() if key in to]
-    if not pairs:
+    common = [key for key in of if key in to]
+    if not common:
         raise AnalysisError("the runs of a ratio have no repeat in common.")
-    _, low, high = median_interval(pairs)
-    return Interval(float(np.median(list(of.values())) / np.median(list(to.values()))), low, high)
+    ones, others = (np.array([side[key] for key in common]) for side in (of, to))
+    _, low, high = median_interval(ones / others)
+    return Interval(float(np.median(ones) / np.median(others)), low, high)
 
 
 def over(frame: pl.DataFrame, value: str, of: dict[str, Any], to: dict[str, Any]) -> Interval:
-    """The `ratio` of a column in two settings, `of` over `to`, which have the values of other columns; by repeat.
+    """The `ratio` of a column in two settings, `of` over `to`, which have the values of other columns.
 
-    Where several runs of a setting have one repeat, the interval is of their medians.
+    Runs are compared by repeat and host; where several of a setting have one repeat, their median is.
     """
-    ones, others = (
-        frame.filter([pl.col(column) == expected for column, expected in where.items()]).drop_nulls(value)
+    turns = (
+        frame.filter([pl.col(column) == expected for column, expected in where.items()])
+        .drop_nulls(value)
+        .group_by("repeat", "host", maintain_order=True)
+        .agg(pl.col(value).median())
         for where in (of, to)
     )
-    by_repeat = (
-        dict(side.group_by("repeat", maintain_order=True).agg(pl.col(value).median()).iter_rows())
-        for side in (ones, others)
-    )
-    found = ratio(*by_repeat)
-    return Interval(float(np.median(ones[value]) / np.median(others[value])), found.low, found.high)
+    return ratio(*({(repeat, host): middle for repeat, host, middle in side.iter_rows()} for side in turns))
 
 
 def middle(frame: pl.DataFrame, by: list[str], value: str) -> pl.DataFrame:

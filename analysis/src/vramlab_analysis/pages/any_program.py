@@ -126,16 +126,30 @@ def checks() -> Mapping[str, Any]:
     return {"runs": sum(map(len, compared)), "programs": len(compared), "differ": differ}
 
 
-def over(program: str, of: str, to: str) -> Interval:
-    """A variant's step over that of another variant of the program, by repeat."""
-    by_variant: dict[str, dict[int, float]] = {}
+def _turns(program: str) -> dict[str, dict[experiments.Turn, float]]:
+    """Steps of a program, by variant and turn."""
+    by_variant: dict[str, dict[experiments.Turn, float]] = {}
     for spec in SPECS:
         for entry in experiments.results(spec, "gpu").select():
             if entry.options["program"] != program:
                 continue
             way, own_pool = str(entry.options.get("way", "plain")), bool(entry.options.get("own-pool"))
-            by_variant.setdefault(_variant(program, way, own_pool), {})[entry.meta["repeat"]] = entry.result["us"]
-    return measures.ratio(by_variant[of], by_variant[to])
+            by_variant.setdefault(_variant(program, way, own_pool), {})[entry.turn] = entry.result["us"]
+    return by_variant
+
+
+def over(program: str, of: str, to: str) -> Interval:
+    """A variant's step over that of another variant of the program, by turn."""
+    turns = _turns(program)
+    return measures.ratio(turns[of], turns[to])
+
+
+@group("recorded-step")
+def recorded_step() -> Mapping[str, Any]:
+    """A recorded step of ResNet-50 in PyTorch over one that is not recorded, and the pairs of runs of one turn."""
+    turns = _turns("resnet50")
+    pairs = len(turns["record"].keys() & turns["own-cache"].keys())
+    return {"over": over("resnet50", "record", "own-cache").value, "pairs": pairs}
 
 
 @table("any-program")

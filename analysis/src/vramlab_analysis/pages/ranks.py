@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from vramlab_analysis.errors import AnalysisError
-from vramlab_analysis.experiments import Entry, results
+from vramlab_analysis.experiments import Entry, Turn, results
 from vramlab_analysis.measures import Interval, ratio
 from vramlab_analysis.pages.cells import origin, span
 from vramlab_analysis.pages.registry import group, markdown, table
@@ -36,15 +36,15 @@ NAMED_BY = {"buffers": "buffers", "buckets": "bucket"}
 
 
 @cache
-def _beside() -> dict[tuple[str, str], dict[int, float]]:
-    """Steps in microseconds by repeat: of the trainer's slower rank and of PyTorch (`ddp`), eager and as a graph."""
-    found: dict[tuple[str, str], dict[int, float]] = {}
+def _beside() -> dict[tuple[str, str], dict[Turn, float]]:
+    """Steps in microseconds by turn: of the trainer's slower rank and of PyTorch (`ddp`), eager and as a graph."""
+    found: dict[tuple[str, str], dict[Turn, float]] = {}
     for entry in results("ranks-ddp", "gpu").select():
         if entry.arm == "ddp":
             mode, step = entry.options["of"], 1e3 * entry.result["lines"][0]["ms"]
         else:
             mode, (step,) = entry.options["launch"], largest_of_ranks([entry], "step_s")
-        found.setdefault((entry.arm, str(mode)), {})[int(entry.meta["repeat"])] = float(step)
+        found.setdefault((entry.arm, str(mode)), {})[entry.turn] = float(step)
     missing = [f"{arm} {mode}" for arm in ("trainer", "ddp") for mode in MODES if (arm, mode) not in found]
     if missing:
         raise AnalysisError(f"experiments/results: the newest experiment `ranks-ddp` lacks {', '.join(missing)}.")
@@ -52,7 +52,7 @@ def _beside() -> dict[tuple[str, str], dict[int, float]]:
 
 
 def beside_pytorch(mode: str) -> Interval:
-    """The trainer's step over that of PyTorch's DistributedDataParallel, by repeat."""
+    """The trainer's step over that of PyTorch's DistributedDataParallel, by repeat and host."""
     return ratio(_beside()[("trainer", mode)], _beside()[("ddp", mode)])
 
 
@@ -192,13 +192,12 @@ def by_width() -> Mapping[str, Any]:
     return cells | {"runs": span(counts), "origin": origin("ranks")}
 
 
-def _by_turn(entries: list[Entry]) -> dict[tuple[int, str], float]:
+def _by_turn(entries: list[Entry]) -> dict[Turn, float]:
     """The step of the slower rank of each run, by repeat and host."""
-    turns = ((entry.meta["repeat"], entry.meta["provenance"]["host_hash"]) for entry in entries)
-    return dict(zip(turns, largest_of_ranks(entries, "step_s"), strict=True))
+    return dict(zip((entry.turn for entry in entries), largest_of_ranks(entries, "step_s"), strict=True))
 
 
-def _over(steps: dict[tuple[int, str], float], base: dict[tuple[int, str], float]) -> list[float]:
+def _over(steps: dict[Turn, float], base: dict[Turn, float]) -> list[float]:
     """Steps over those of the same turn."""
     return [step / base[turn] for turn, step in steps.items() if turn in base]
 

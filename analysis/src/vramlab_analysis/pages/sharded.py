@@ -105,10 +105,7 @@ def torch_rows(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[lis
 def _runs() -> list[Run]:
     experiment = results("ranks-torch", "gpu")
     done = [entry for entry in experiment.runs if entry.done]
-    # A repeat can be of two hosts, whose steps are not comparable.
-    return [
-        (entry.options, (entry.meta["repeat"], entry.meta["provenance"]["host_hash"]), entry.result) for entry in done
-    ]
+    return [(entry.options, entry.turn, entry.result) for entry in done]
 
 
 @table("ranks-torch")
