@@ -83,9 +83,14 @@ def _kind(entry: Entry) -> dict[str, Any]:
 
 
 def phase(runs: list[dict[str, Any]], name: str, what: str = "peak_reserved") -> float:
-    """Median bytes of a phase: reserved or active at its end, or (`peak_…`) their peak during it."""
+    """Median bytes of a phase of the loader: reserved or active at its end, or (`peak_…`) their peak during it."""
     held = [float(one[what]) for run in runs for one in run["phases"] if one["name"] == name]
     return statistics.median(held)
+
+
+def peak_reserved(runs: list[dict[str, Any]]) -> float:
+    """Median over runs of the peak reserved bytes in the measured steps."""
+    return statistics.median(float(run["after_warm_up"]["reserved_bytes.all.peak"]) for run in runs)
 
 
 def active(stories: Stories) -> float:

@@ -345,12 +345,10 @@ def nsight() -> Mapping[str, Any]:
 
 def _rmm() -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The machine, and the output of each allocator's process."""
-    if runs := [entry for entry in _newest("rmm-costs") if entry.done]:
-        meta = runs[0].meta
-        facts = {"gpu": meta["machine"]["gpu"], "at": meta["started_at"], "build": meta["provenance"].get("git_commit")}
-        return facts, [entry.result["lines"][0] for entry in runs]
-    machine, *processes = (json.loads(line) for line in _logs()["rmm.jsonl"])
-    return machine, processes
+    runs = [entry for entry in experiments.results("rmm-costs", "gpu").runs if entry.done]
+    meta = runs[0].meta
+    facts = {"gpu": meta["machine"]["gpu"], "at": meta["started_at"], "build": meta["provenance"].get("git_commit")}
+    return facts, [entry.result["lines"][0] for entry in runs]
 
 
 @table("rmm")
