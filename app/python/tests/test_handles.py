@@ -75,10 +75,13 @@ def test_a_close_in_a_callback_is_refused(caching: va.Allocator) -> None:
 
 def test_a_close_while_another_thread_is_in_a_callback_waits(caching: va.Allocator) -> None:
     inside, leave = threading.Event(), threading.Event()
+    in_use: list[int] = []
 
     def wait(*_: object) -> None:
         inside.set()
         assert leave.wait(timeout=30)
+        # Its own calls still run.
+        in_use.append(caching.trim())
 
     caching.on_segment(wait)
     worker = threading.Thread(target=lambda: caching.alloc(MIB))
@@ -88,10 +91,16 @@ def test_a_close_while_another_thread_is_in_a_callback_waits(caching: va.Allocat
     closer.start()
     closer.join(timeout=0.2)
     assert closer.is_alive()
+    # A refused call does not end the wait.
+    for _ in range(100):
+        with pytest.raises(va.Error, match="closed"):
+            caching.stats()
+    assert closer.is_alive()
     leave.set()
     for thread in (worker, closer):
         thread.join(timeout=30)
         assert not thread.is_alive()
+    assert in_use == [0]
     with pytest.raises(va.Error, match="closed"):
         caching.stats()
 
@@ -202,6 +211,42 @@ def test_a_child_that_is_forked_while_a_call_runs_does_not_hang() -> None:
             os._exit(7)
         leave.set()
         worker.join()
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        """
+    )
+    assert (done.returncode, done.stdout) == (0, "7\n")
+
+
+def test_a_child_that_is_forked_during_a_close_does_not_hang() -> None:
+    done = in_a_process(
+        """
+        import os, threading, time, vramlab
+        allocator = vramlab.Allocator("caching", "sim")
+        inside, leave = threading.Event(), threading.Event()
+        def wait(*_):
+            inside.set()
+            assert leave.wait(timeout=30)
+        allocator.on_segment(wait)
+        worker = threading.Thread(target=lambda: allocator.alloc(1 << 20))
+        worker.start()
+        assert inside.wait(timeout=30)
+        closer = threading.Thread(target=allocator.close)
+        closer.start()
+        while not allocator._handle._closing:
+            time.sleep(0.001)
+        child = os.fork()
+        if child == 0:
+            for call in (lambda: allocator.alloc(1), allocator.close):
+                try:
+                    call()
+                except vramlab.Error as error:
+                    assert "spawn" in str(error)
+                else:
+                    os._exit(3)
+            os._exit(7)
+        leave.set()
+        worker.join()
+        closer.join()
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
         """
     )

@@ -218,12 +218,6 @@ class Library:
             text = self.error().decode(errors="replace")
             raise (_ERRORS[status] if 0 < status < len(_ERRORS) else Error)(text)
 
-    def number(self, function: Any, *arguments: Any) -> int:
-        """Calls a function that returns a number through its last argument."""
-        out = c_uint64()
-        self.check(function(*arguments, ctypes.byref(out)))
-        return out.value
-
     def json(self, function: Any, *arguments: Any) -> Any:
         """Calls a function that returns JSON text."""
         out = c_void_p()
@@ -281,34 +275,35 @@ class Handle:
         return self._pid == os.getpid()
 
     def call(self, function: Any, *arguments: Any) -> int:
-        """Calls a library function and returns its status. The allocator stays open during the call."""
+        """Calls a library function and returns its status. The allocator stays open during the call.
+
+        Takes no lock unless the allocator is being closed. A call enters itself before it reads the state, and `close`
+        changes the state before it reads the calls, so one of the two sees the other.
+        """
         call = object()
         try:
-            return int(function(self._enter(call), *arguments))
-        finally:
-            self._leave(call)
-
-    def _is_inside(self) -> bool:
-        return threading.get_ident() in self._calls.values()
-
-    def _enter(self, call: object) -> int:
-        if not self.is_of_this_process:
-            # The library reports the fork. Locks that other threads of the parent held are never released.
-            if self._pointer is None:
-                raise Error(f"{self!r} was used after it was closed")
-            return self._pointer
-        with self._changed:
-            if self._pointer is None or (self._closing and not self._is_inside()):
-                raise Error(f"{self!r} was used after it was closed")
             self._calls[call] = threading.get_ident()
-            return self._pointer
-
-    def _leave(self, call: object) -> None:
-        if self.is_of_this_process:
-            with self._changed:
-                self._calls.pop(call, None)
-                if self._closing:
+            closing, pointer = self._closing, self._pointer
+            if closing or pointer is None:
+                pointer = self._open_pointer(closing, pointer)
+            status: int = function(pointer, *arguments)
+            return status
+        finally:
+            self._calls.pop(call, None)
+            if self._closing and self.is_of_this_process:
+                with self._changed:
                     self._changed.notify_all()
+
+    def _calls_of_this_thread(self) -> int:
+        return list(self._calls.values()).count(threading.get_ident())
+
+    def _open_pointer(self, closing: bool, pointer: int | None) -> int:
+        """The pointer for an entered call that found the allocator closed or being closed."""
+        # A call in a callback runs, because the close waits for the outer call. The library refuses a forked child's.
+        runs = not closing or self._calls_of_this_thread() > 1 or not self.is_of_this_process
+        if pointer is None or not runs:
+            raise Error(f"{self!r} was used after it was closed")
+        return pointer
 
     def close(self) -> None:
         """Waits for calls on other threads and closes the allocator. Does nothing if it is already closed.
@@ -320,7 +315,7 @@ class Handle:
                 self._library.check(self._library.close(self._pointer))
             return
         with self._changed:
-            if self._is_inside():
+            if self._calls_of_this_thread() > 0:
                 raise LiveError(f"{self!r} cannot be closed in a callback of it; close it when the call has returned")
             if not self._changed.wait_for(lambda: not self._closing, _PATIENCE):
                 raise LiveError(f"{self!r} is being closed by another thread, which does not come to an end")

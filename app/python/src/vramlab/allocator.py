@@ -122,7 +122,9 @@ class Allocator(_NoCopy):
         self._library.check(self._handle.call(getattr(self._library, function), *arguments))
 
     def _ask(self, function: str, *arguments: Any) -> int:
-        return self._library.number(partial(self._handle.call, getattr(self._library, function)), *arguments)
+        out = ctypes.c_uint64()
+        self._call(function, *arguments, ctypes.byref(out))
+        return out.value
 
     def _json(self, function: str) -> Any:
         return self._library.json(partial(self._handle.call, getattr(self._library, function)))
