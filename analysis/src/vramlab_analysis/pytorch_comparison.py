@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Hashable
 from functools import cache
 from typing import Any
 
 from vramlab_analysis import experiments, repository
 from vramlab_analysis.errors import AnalysisError, read_json_lines
+from vramlab_analysis.measures import Interval, ratio
 from vramlab_analysis.pages.cells import span
 from vramlab_analysis.pages.registry import markdown
 
@@ -30,6 +32,7 @@ ARMS = {
 def record() -> tuple[dict[str, Any], dict[tuple[int, str], dict[str, Any]]]:
     """The last machine of the newest record, and its cells by width and type, each with its `machine`.
 
+    An arm of a cell has the median of its steps in microseconds, the middle half, and `us`, the step of each turn.
     Raises AnalysisError where there is no record.
     """
     if any(experiments.holds_experiment(label / SPEC) for label in experiments.labels()):
@@ -49,13 +52,14 @@ def of_file() -> tuple[dict[str, Any], dict[tuple[int, str], dict[str, Any]]]:
         if one["kind"] == "machine":
             machine = one
         else:
-            found[one["width"], one["dtype"]] = one | {"machine": machine}
+            turns = {arm: times | {"us": dict(enumerate(times["us"]))} for arm, times in one["arms"].items()}
+            found[one["width"], one["dtype"]] = one | {"arms": turns, "machine": machine}
     return machine, dict(sorted(found.items()))
 
 
 def of_experiment(runs: experiments.Experiment) -> tuple[dict[str, Any], dict[tuple[int, str], dict[str, Any]]]:
     """The same of the runs of the spec: microseconds of a step by the GPU's events in the last epoch."""
-    times: dict[tuple[int, str], dict[str, list[float]]] = {}
+    times: dict[tuple[int, str], dict[str, dict[Hashable, float]]] = {}
     failed: dict[tuple[int, str], dict[str, str]] = {}
     for entry in runs.runs:
         cell = int(entry.options["hidden"]), str(entry.options["dtype"])
@@ -63,22 +67,26 @@ def of_experiment(runs: experiments.Experiment) -> tuple[dict[str, Any], dict[tu
         if entry.done:
             epoch = entry.record.summary["epochs"][-1]
             step_us = 1e6 * epoch["train_device_s"] / epoch["steps"]
-            times.setdefault(cell, {}).setdefault(arm, []).append(step_us)
+            times.setdefault(cell, {}).setdefault(arm, {})[entry.turn] = step_us
         elif entry.meta.get("status") == "failed":
             failed.setdefault(cell, {})[arm] = str(entry.meta["error"])
     meta = runs.select()[0].meta
     machine = {"gpu": meta["machine"]["gpu"], "driver": meta["provenance"]["driver_release"], "at": meta["started_at"]}
     cells = {}
     for cell, arms in sorted(times.items()):
-        spans = {arm: _middle(values) for arm, values in arms.items()}
+        spans = {arm: _middle(list(values.values())) for arm, values in arms.items()}
         ours = [one["median"] for arm, one in spans.items() if arm.startswith("ours")]
         theirs = [one["median"] for arm, one in spans.items() if not arm.startswith("ours")]
         if ours and theirs:
             rounds = min(map(len, arms.values()))
             cells[cell] = {
-                "arms": spans, "failed": failed.get(cell, {}), "ratio": min(ours) / min(theirs), "rounds": rounds,
-                "steps": STEPS, "machine": machine,
-            }  # fmt: skip
+                "arms": {arm: spans[arm] | {"us": arms[arm]} for arm in spans},
+                "failed": failed.get(cell, {}),
+                "ratio": min(ours) / min(theirs),
+                "rounds": rounds,
+                "steps": STEPS,
+                "machine": machine,
+            }
     return machine, cells
 
 
@@ -86,6 +94,11 @@ def _middle(values: list[float]) -> dict[str, float]:
     """Median and middle half."""
     quartiles = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
     return dict(zip(("low", "median", "high"), quartiles, strict=True))
+
+
+def over(cell: dict[str, Any], of: str, to: str) -> Interval:
+    """The ratio of the steps of two arms of a cell, turn by turn."""
+    return ratio(cell["arms"][of]["us"], cell["arms"][to]["us"])
 
 
 def table() -> str:

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from vramlab_analysis import experiments, inside, style, truth
 from vramlab_analysis.experiments import Entry
+from vramlab_analysis.measures import Interval, ratio
 
 # Settings in the order of tables and figures, in PyTorch's notation.
 SETTINGS = {
@@ -68,7 +69,7 @@ def load() -> Stories:
 
 
 def _kind(entry: Entry) -> dict[str, Any]:
-    """A run's case, setting, kind and status."""
+    """A run's case, setting, kind, turn and status."""
     options = entry.options
     loading = options.get("while-loading")
     words = f"{loading}, while it loads" if loading else options.get("conf") or "defaults"
@@ -78,6 +79,7 @@ def _kind(entry: Entry) -> dict[str, Any]:
         "story": options["program"],
         "arm": options.get("alloc") or settings[words],
         "kind": kind,
+        "turn": entry.turn,
         "status": "oom" if entry.result["oom"] else "ok",
     }
 
@@ -103,6 +105,11 @@ def step(runs: list[dict[str, Any]]) -> float:
     """Median step in ms."""
     times = [float(run["ms"]) for run in runs]
     return statistics.median(times)
+
+
+def over(runs: list[dict[str, Any]], others: list[dict[str, Any]]) -> Interval:
+    """The ratio of steps of runs over those of others in the same turns."""
+    return ratio(*({run["turn"]: float(run["ms"]) for run in side} for side in (runs, others)))
 
 
 def calls(runs: list[dict[str, Any]]) -> float:

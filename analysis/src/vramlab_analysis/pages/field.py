@@ -43,13 +43,14 @@ def loader() -> Mapping[str, Any]:
 
 @group("emptying-case")
 def emptying() -> Mapping[str, Any]:
-    """Milliseconds a step by setting, `.kept` and `.emptied`; driver calls a step; pages under `remap`."""
+    """Milliseconds a step by setting, `.kept` and `.emptied`, and `.over`, their ratio; calls; pages under `remap`."""
     runs = stories.load()
     arms = runs.arms("emptying")
     values: dict[str, Any] = {
         arm: {
             "kept": stories.step(runs.one("training", arm)),
             "emptied": stories.step(runs.one("emptying", arm)),
+            "over": vars(stories.over(runs.one("emptying", arm), runs.one("training", arm))),
         }
         for arm in arms
     }
