@@ -1,7 +1,8 @@
-"""`experiments/nsight/capture.sh` over a program that stands in for nsys and writes what it was given."""
+"""`capture.sh` and `record.sh` of `experiments/nsight` over programs that stand in for nsys and the trainer."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 from pathlib import Path
@@ -65,3 +66,53 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, words: tuple[str,
     assert done.returncode == 2
     assert part in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+CAPTURING_NSYS = """#!/bin/bash
+shift
+while [[ $1 == --* ]]; do case $1 in --output=*) out=${1#--output=} ;; esac; shift; done
+"$@" && : > "$out.qdstrm"
+"""
+TRAINER = """#!/bin/bash
+[ "$1" != --version ] || exit 0
+words="$*"
+while [ "$1" != --out ]; do shift; done
+case $words in *--fail*stream-ordered*|*stream-ordered*--fail*) echo no >&2; exit 3 ;; esac
+mkdir -p "$2"; cd "$2"
+printf '%s\n' "$words" > summary.json
+for name in driver_calls.jsonl trace.jsonl perfetto.json; do : > "$name"; done
+"""
+
+
+def record(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    for name, text in (("nsys", CAPTURING_NSYS), ("trainer", TRAINER)):
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    variables = {"PATH": os.environ["PATH"], "NSYS": str(folder / "nsys")}
+    command = ["bash", SCRIPT.with_name("record.sh"), "-o", "captures", "-t", folder / "trainer", *words]
+    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False, timeout=60)
+
+
+def test_each_backend_is_captured_and_three_with_wide_layers(tmp_path: Path) -> None:
+    done = record(tmp_path, "--", "--steps", "9")
+    assert done.returncode == 0, done.stderr
+    arms = {path.parent.name: path.read_text().split() for path in tmp_path.glob("captures/*/summary.json")}
+    wide = {"naive-sync-never-hidden-2048", "caching-sync-step-hidden-2048", "stream-ordered-sync-step-hidden-2048"}
+    backends = ("naive", "caching", "stream-ordered")
+    assert set(arms) == wide | {f"{alloc}-sync-{sync}" for alloc in backends for sync in ("never", "step")}
+    for arm, given in arms.items():
+        options = dict(itertools.pairwise(given))
+        assert arm.startswith(f"{options['--alloc']}-sync-{options['--sync']}")
+        assert (options["--hidden"], options.get("--nvtx")) == (("2048", "off") if arm in wide else ("784", None))
+        # The last one counts.
+        assert given[-2:] == ["--steps", "9"]
+        files = {path.name for path in (tmp_path / "captures" / arm).iterdir()}
+        assert files == {"summary.json", "driver_calls.jsonl.gz"}
+        assert (tmp_path / f"captures/{arm}.qdstrm.xz").exists()
+
+
+def test_a_capture_that_fails_is_named_and_the_others_are_made(tmp_path: Path) -> None:
+    done = record(tmp_path, "--", "--fail")
+    assert done.returncode == 1
+    assert [line for line in done.stderr.splitlines() if line.startswith("error: stream-ordered-sync-never failed")]
+    assert len(list(tmp_path.glob("captures/*/summary.json"))) == 6
