@@ -89,7 +89,8 @@ def record(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
     variables = {"PATH": os.environ["PATH"], "NSYS": str(folder / "nsys")}
-    command = ["bash", SCRIPT.with_name("record.sh"), "-o", "captures", "-t", folder / "trainer", *words]
+    script, trainer = str(SCRIPT.with_name("record.sh")), str(folder / "trainer")
+    command = ["bash", script, "-o", "captures", "-t", trainer, *words]
     return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False, timeout=60)
 
 
