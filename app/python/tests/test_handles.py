@@ -186,40 +186,10 @@ def test_an_allocator_with_a_callback_ends_with_its_last_use() -> None:
         gc.enable()
 
 
-def test_a_child_that_is_forked_while_a_call_runs_does_not_hang() -> None:
+@pytest.mark.parametrize("closing", [False, True])
+def test_a_child_that_is_forked_during_a_call_and_a_close_does_not_hang(closing: bool) -> None:
     done = in_a_process(
-        """
-        import os, threading, vramlab
-        allocator = vramlab.Allocator("caching", "sim")
-        inside, leave = threading.Event(), threading.Event()
-        def wait(*_):
-            inside.set()
-            assert leave.wait(timeout=30)
-        allocator.on_segment(wait)
-        worker = threading.Thread(target=lambda: allocator.alloc(1 << 20))
-        worker.start()
-        assert inside.wait(timeout=30)
-        child = os.fork()
-        if child == 0:
-            for call in (lambda: allocator.alloc(1), allocator.close):
-                try:
-                    call()
-                except vramlab.Error as error:
-                    assert "spawn" in str(error)
-                else:
-                    os._exit(3)
-            os._exit(7)
-        leave.set()
-        worker.join()
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-        """
-    )
-    assert (done.returncode, done.stdout) == (0, "7\n")
-
-
-def test_a_child_that_is_forked_during_a_close_does_not_hang() -> None:
-    done = in_a_process(
-        """
+        f"""
         import os, threading, time, vramlab
         allocator = vramlab.Allocator("caching", "sim")
         inside, leave = threading.Event(), threading.Event()
@@ -227,13 +197,14 @@ def test_a_child_that_is_forked_during_a_close_does_not_hang() -> None:
             inside.set()
             assert leave.wait(timeout=30)
         allocator.on_segment(wait)
-        worker = threading.Thread(target=lambda: allocator.alloc(1 << 20))
-        worker.start()
+        threads = [threading.Thread(target=lambda: allocator.alloc(1 << 20))]
+        threads[0].start()
         assert inside.wait(timeout=30)
-        closer = threading.Thread(target=allocator.close)
-        closer.start()
-        while not allocator._handle._closing:
-            time.sleep(0.001)
+        if {closing}:
+            threads.append(threading.Thread(target=allocator.close))
+            threads[1].start()
+            while not allocator._handle._closing:
+                time.sleep(0.001)
         child = os.fork()
         if child == 0:
             for call in (lambda: allocator.alloc(1), allocator.close):
@@ -245,8 +216,8 @@ def test_a_child_that_is_forked_during_a_close_does_not_hang() -> None:
                     os._exit(3)
             os._exit(7)
         leave.set()
-        worker.join()
-        closer.join()
+        for thread in threads:
+            thread.join()
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
         """
     )
