@@ -345,7 +345,7 @@ def nsight() -> Mapping[str, Any]:
 
 def _rmm() -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The machine, and the output of each allocator's process."""
-    runs = [entry for entry in experiments.results("rmm-costs", "gpu").runs if entry.done]
+    runs = experiments.results("rmm-costs", "gpu").select()
     meta = runs[0].meta
     facts = {"gpu": meta["machine"]["gpu"], "at": meta["started_at"], "build": meta["provenance"].get("git_commit")}
     return facts, [entry.result["lines"][0] for entry in runs]
